@@ -1,0 +1,89 @@
+"""The life of a page copy, as one table.
+
+    FREE --reserve--> FILLING --seal--> SEALED --retire--> RETIRING --drain--> FREE
+                         |                 |                  |
+                         |                 +----condemn---+---+
+                         +--abandon--> FREE               v
+                         +--orphan---------------> QUARANTINED --drain--> FREE
+
+Rules, proven by walking every (state, event) pair:
+
+* an event that is not in the table raises and changes nothing;
+* every reserve takes a fresh generation, so a ref to an earlier life of the slot is stale for good;
+* a page can be found if, and only if, it is SEALED;
+* DRAIN needs that no lease, queued I/O or grant names the slot any more.
+
+This is the only file that assigns a state or a generation. The caller holds the store's lock.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Protocol
+
+__all__ = ["TRANSITIONS", "Event", "IllegalTransition", "State", "fire", "next_state"]
+
+
+class State(IntEnum):
+    FREE = 0
+    FILLING = 1
+    SEALED = 2
+    RETIRING = 3
+    QUARANTINED = 4
+
+
+class Event(IntEnum):
+    RESERVE = 1
+    SEAL = 2
+    ABANDON = 3
+    ORPHAN = 4
+    RETIRE = 5
+    CONDEMN = 6
+    DRAIN = 7
+
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.FREE, Event.RESERVE): State.FILLING,
+    (State.FILLING, Event.SEAL): State.SEALED,
+    (State.FILLING, Event.ABANDON): State.FREE,
+    (State.FILLING, Event.ORPHAN): State.QUARANTINED,
+    (State.SEALED, Event.RETIRE): State.RETIRING,
+    (State.SEALED, Event.CONDEMN): State.QUARANTINED,
+    (State.RETIRING, Event.DRAIN): State.FREE,
+    (State.RETIRING, Event.CONDEMN): State.QUARANTINED,
+    (State.QUARANTINED, Event.DRAIN): State.FREE,
+}
+
+
+class IllegalTransition(AssertionError):
+    """A programmer's error: this event cannot happen to a page in this state."""
+
+
+class _Columns(Protocol):
+    """The columns of core/table.py that a transition reads and writes."""
+
+    state: memoryview
+    generation: memoryview
+    leases: memoryview
+
+
+def next_state(state: State, event: Event) -> State:
+    """The state after `event`, or IllegalTransition."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise IllegalTransition(f"{event.name} cannot happen in state {state.name}") from None
+
+
+def fire(columns: _Columns, row: int, event: Event, *, generation: int = 0) -> State:
+    """Applies `event` to `row` and returns the new state. RESERVE alone takes a `generation`."""
+    before = State(columns.state[row])
+    after = next_state(before, event)
+    if event is Event.RESERVE:
+        if generation <= columns.generation[row]:
+            raise IllegalTransition(f"generation {generation} is not fresh for row {row}")
+        columns.generation[row] = generation
+    elif after is State.FREE and columns.leases[row] != 0:
+        raise IllegalTransition(f"{event.name} of row {row} with {columns.leases[row]} leases")
+    columns.state[row] = after
+    return after

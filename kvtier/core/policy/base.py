@@ -1,0 +1,37 @@
+"""What an eviction policy is: it names the next page to give up and never touches the page itself.
+
+The same objects run in the daemon and in the simulator. The caller holds the store's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Policy"]
+
+
+class Policy(Protocol):
+    """One queue of pages of one size class in one tier. Rows are rows of core/table.py."""
+
+    def admit(self, row: int) -> None:
+        """The page can be evicted from now on."""
+
+    def touch(self, rows: npt.NDArray[np.int64]) -> None:
+        """The pages were used together; `rows` goes from the head of their chain to its tail."""
+
+    def ready(self, row: int) -> None:
+        """Its last lease, or the last page after it, is gone: it may be a candidate again."""
+
+    def forget(self, row: int) -> None:
+        """The page is gone, for whatever reason."""
+
+    def victim(self, evictable: Callable[[int], bool]) -> int:
+        """The row to evict next, or NO_ROW. Never a page with a lease or a resident child."""
+
+    def coldest(self) -> int:
+        """The stamp of a page that is about the next victim; a very high number when there is
+        none."""

@@ -1,0 +1,371 @@
+"""The store: which pages are where, who may use them, and who gives way. One lock, held for table
+edits alone.
+
+Bytes are moved outside the lock by whoever holds a Filling or a Reading. No lock but this one is
+taken in core, and the only call out of it is the generation journal (once in 2**20 reservations).
+Every public method is safe from any thread; batches are atomic against each other. `pins` and
+`watching` are parts of the store under the same lock.
+
+Time is an argument (monotonic seconds); nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.events import EventKind, EventLog
+from kvtier.core.generations import Generations
+from kvtier.core.handles import Filling, Reading
+from kvtier.core.index import Index
+from kvtier.core.ledger import LedgerError, TierCounts
+from kvtier.core.lifecycle import State
+from kvtier.core.page import (
+    Codec,
+    DeleteCode,
+    GetCode,
+    PageMeta,
+    PageRef,
+    PutCode,
+    Tier,
+)
+from kvtier.core.pins import Pins
+from kvtier.core.placement import Placement
+from kvtier.core.policy.base import Policy
+from kvtier.core.policy.lru import Clock, LruTailFirst
+from kvtier.core.residents import Residents
+from kvtier.core.slabs import SlabAllocator
+from kvtier.core.table import NO_ROW, CopyTable
+from kvtier.core.watching import Watching
+
+__all__ = ["Counters", "Store", "StoreConfig"]
+
+Keys = npt.NDArray[np.uint8]  # shape (n, 32)
+Codes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    boot_id: int
+    pages_max: int
+    seed: int
+    events_max: int = 65_536
+    quarantine_share: float = 0.05
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start. A key is counted once for each call that named it."""
+
+    lookup_hits: int = 0
+    lookup_misses: int = 0
+    stored: int = 0
+    exists: int = 0
+    busy: int = 0
+    stale_commits: int = 0
+    deleted: int = 0
+    evicted: int = 0
+    condemned: int = 0
+    slabs_moved: int = 0
+
+
+class Store:
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        tiers: dict[Tier, SlabAllocator],
+        generations: Generations,
+        make_policy: Callable[[CopyTable, Clock], Policy] = LruTailFirst,
+    ) -> None:
+        self.boot_id = config.boot_id
+        self._lock = threading.Lock()
+        self._table = CopyTable(config.pages_max)
+        self._index = Index(self._table, seed=config.seed)
+        self._events = EventLog(config.events_max)
+        clock = Clock()
+        self._residents = Residents(
+            table=self._table,
+            index=self._index,
+            allocators=tiers,
+            generations=generations,
+            events=self._events,
+            make_policy=lambda table: make_policy(table, clock),
+            quarantine_share=config.quarantine_share,
+        )
+        self._placement = Placement(self._residents, self._shard_count)
+        self._shard_counts: dict[int, int] = {}  # of the namespace numbers that are open
+        self._ended: set[int] = set()  # numbers whose pages `sweep` has to free
+        self._counters = Counters()
+        self.pins = Pins(self._lock, self._residents, self._shard_counts)
+        self.watching = Watching(self._lock, self._residents, self._shard_counts)
+
+    # -- namespaces
+    # ---------------------------------------------------------------------------------------
+
+    def open_namespace(self, namespace: int, shard_count: int) -> None:
+        """Must precede every other use of a namespace number."""
+        with self._lock:
+            self._shard_counts[namespace] = shard_count
+
+    def end_namespace(self, namespace: int) -> None:
+        """Every page of the namespace is a miss from now on; `sweep` frees their slots."""
+        with self._lock:
+            if self._shard_counts.pop(namespace, None) is not None:
+                self._ended.add(namespace)
+                self._events.record(EventKind.BUMPED, None, namespace, 0, b"")
+
+    def sweep(self, pages_max: int) -> int:
+        """Retires up to `pages_max` pages of ended namespaces; how many there were. 0: all done."""
+        with self._lock:
+            if not self._ended:
+                return 0
+            ended = np.fromiter(self._ended, np.uint32)
+            rows = self._sealed_of(ended)
+            self._residents.retire_many(rows[:pages_max])
+            if len(rows) <= pages_max:
+                self._ended.clear()  # what is still being filled will find its namespace gone
+            return min(len(rows), pages_max)
+
+    # -- finding and reading
+    # ------------------------------------------------------------------------------
+
+    def lookup(self, namespace: int, shard: int, keys: Keys) -> tuple[Codes, Codes]:
+        """(GetCode, Tier or 0) for each of `keys`, shape (n, 32). HIT needs every shard of the
+        family.
+
+        STALE for all when the namespace number has ended. Does not count as a use.
+        """
+        with self._lock:
+            count = self._shard_counts.get(namespace)
+            if count is None:
+                return np.full(len(keys), GetCode.STALE, np.uint8), np.zeros(len(keys), np.uint8)
+            rows = self._index.find_many(namespace, shard, keys)
+            hit = rows != NO_ROW
+            for other in range(count):
+                if other != shard:
+                    hit &= self._index.find_many(namespace, other, keys) != NO_ROW
+            tiers = np.where(hit, self._table.column("tier")[rows], np.uint8(0))
+            hits = int(np.count_nonzero(hit))
+            self._counters.lookup_hits += hits
+            self._counters.lookup_misses += len(keys) - hits
+            codes = np.where(hit, np.uint8(GetCode.HIT), np.uint8(GetCode.MISS))
+            return codes, tiers
+
+    def acquire(self, namespace: int, shard: int, keys: Keys) -> list[Reading | GetCode]:
+        """A Reading of the best copy of each key, or MISS, or STALE. Counts as a use of the
+        pages."""
+        with self._lock:
+            if namespace not in self._shard_counts:
+                return [GetCode.STALE] * len(keys)
+            rows = self._index.find_many(namespace, shard, keys)
+            self._residents.touch(rows[rows != NO_ROW])
+            return [GetCode.MISS if row == NO_ROW else self._read(row) for row in rows.tolist()]
+
+    def acquire_next(
+        self, ref: PageRef, namespace: int, shard: int, key: bytes
+    ) -> Reading | GetCode:
+        """A Reading of the best copy that is not `ref`: where a get goes on after a bad copy."""
+        with self._lock:
+            for row in self._index.copies(self._index.find(namespace, shard, key)):
+                if self._ref(row) != ref:
+                    return self._read(row)
+            return GetCode.MISS
+
+    def acquire_row(self, row: int) -> Reading | None:
+        """A Reading of a row if it is SEALED: for scrubs, which walk rows and not keys."""
+        with self._lock:
+            return self._read(row) if self._table.state[row] == State.SEALED else None
+
+    def sealed_rows(self, tier: Tier) -> npt.NDArray[np.int64]:
+        """Rows SEALED in a tier at this moment."""
+        with self._lock:
+            return self._table.rows_where(tier=tier, state=State.SEALED)
+
+    # -- writing
+    # ------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, namespace: int, shard: int, meta: PageMeta, record_bytes: int, tier: Tier = Tier.HOST
+    ) -> Filling | PutCode:
+        """A slot for a page, or EXISTS, STALE_GENERATION, BUSY. May evict.
+
+        A page that is in any tier already is EXISTS, unless the copy is for another tier than its
+        present ones (`tier` is not HOST: a move).
+        """
+        with self._lock:
+            if namespace not in self._shard_counts:
+                self._counters.stale_commits += 1
+                return PutCode.STALE_GENERATION
+            if self._is_there(namespace, shard, meta.key, tier):
+                self._counters.exists += 1
+                return PutCode.EXISTS
+            self._use_parent(namespace, shard, meta.parent)
+            slot = self._placement.make_room(tier, record_bytes)
+            if slot is None:
+                self._counters.busy += 1
+                return PutCode.BUSY
+            row = NO_ROW
+            try:
+                row = self._residents.begin(tier, slot, record_bytes, namespace, shard, meta)
+            finally:
+                if row == NO_ROW:
+                    self._residents.allocators[tier].free(slot)
+            if row == NO_ROW:
+                self._counters.busy += 1
+                return PutCode.BUSY
+            return Filling(self, row=row, ref=self._ref(row), namespace=namespace, meta=meta)
+
+    def condemn(self, ref: PageRef) -> bool:
+        """Takes a corrupt copy out of sight, keeping its bytes. False: that allocation is gone
+        already."""
+        with self._lock:
+            row = self._row_of(ref)
+            if row == NO_ROW or self._table.state[row] != State.SEALED:
+                return False
+            self._residents.condemn(row)
+            self._counters.condemned += 1
+            return True
+
+    def delete(self, namespace: int, shard: int, keys: Keys) -> Codes:
+        """DeleteCode for each key; every copy in every tier is gone when this returns."""
+        with self._lock:
+            if namespace not in self._shard_counts:
+                return np.full(len(keys), DeleteCode.STALE, np.uint8)
+            codes = np.full(len(keys), DeleteCode.ABSENT, np.uint8)
+            # The tail of a chain first: then no child has to be looked for.
+            for i in range(len(keys) - 1, -1, -1):
+                head = self._index.find(namespace, shard, keys[i].tobytes())
+                for row in self._index.copies(head):
+                    self._residents.retire(row)
+                    codes[i] = DeleteCode.DELETED
+                    self._counters.deleted += 1
+            return codes
+
+    # -- tiers and counts
+    # ---------------------------------------------------------------------------------
+
+    def grant_slab(self, tier: Tier, slab: int) -> None:
+        with self._lock:
+            self._residents.allocators[tier].grant(slab)
+
+    def status(self) -> dict[Tier, TierCounts]:
+        """Counts of every tier, taken together."""
+        with self._lock:
+            ledger = self._residents.ledger
+            return {tier: ledger.counts(tier, self._table) for tier in self._residents.allocators}
+
+    def counters(self) -> Counters:
+        with self._lock:
+            self._counters.evicted = self._placement.evicted
+            self._counters.slabs_moved = self._placement.slabs_moved
+            return Counters(**{name: getattr(self._counters, name) for name in Counters.__slots__})
+
+    def pages_in(self, namespace: int) -> int:
+        """Sealed copies of a namespace (a vector scan)."""
+        with self._lock:
+            return len(self._sealed_of(np.array([namespace], np.uint32)))
+
+    def check(self) -> None:
+        """Raises LedgerError unless every book of the store agrees with every other."""
+        with self._lock:
+            self._residents.ledger.check(self._table)
+            sealed = self._table.rows_where(state=State.SEALED)
+            for row in sealed.tolist():
+                head = self._index.find(
+                    self._table.namespace[row], self._table.shard[row], self._table.key(row)
+                )
+                if row not in self._index.copies(head):
+                    raise LedgerError(f"row {row} is SEALED and cannot be found")
+            parents = self._table.column("parent")[sealed].astype(np.int64) - 1
+            linked = np.bincount(parents[parents >= 0], minlength=self._table.rows_max)
+            children = self._table.column("children")[sealed]
+            if bool((linked[sealed] != children).any()):
+                raise LedgerError("children counts disagree with parent links")
+
+    # -- for handles
+    # --------------------------------------------------------------------------------------
+
+    def _seal(self, filling: Filling) -> PutCode:
+        with self._lock:
+            row, meta, ref = filling.row, filling.meta, filling.ref
+            table = self._table
+            if table.generation[row] != ref.generation or table.state[row] != State.FILLING:
+                self._counters.stale_commits += 1
+                return PutCode.STALE_GENERATION
+            if filling.namespace not in self._shard_counts:
+                self._residents.abandon(row)
+                self._counters.stale_commits += 1
+                return PutCode.STALE_GENERATION
+            if self._is_there(filling.namespace, table.shard[row], meta.key, ref.tier):
+                self._residents.abandon(row)
+                self._counters.exists += 1
+                return PutCode.EXISTS
+            self._residents.seal(row, meta.parent)
+            self._counters.stored += 1
+            return PutCode.STORED
+
+    def _abandon(self, filling: Filling) -> None:
+        with self._lock:
+            if self._table.generation[filling.row] == filling.ref.generation:
+                self._residents.abandon(filling.row)
+
+    def _orphan(self, filling: Filling) -> None:
+        with self._lock:
+            if self._table.generation[filling.row] == filling.ref.generation:
+                self._residents.orphan(filling.row)
+
+    def _release(self, row: int) -> None:
+        with self._lock:
+            self._residents.release(row)
+
+    # -- inside the lock
+    # ----------------------------------------------------------------------------------
+
+    def _shard_count(self, namespace: int) -> int:
+        return self._shard_counts.get(namespace, 1)
+
+    def _is_there(self, namespace: int, shard: int, key: bytes, tier: Tier) -> bool:
+        head = self._index.find(namespace, shard, key)
+        if tier is Tier.HOST:
+            return head != NO_ROW
+        return self._residents.in_tier(head, tier) != NO_ROW
+
+    def _use_parent(self, namespace: int, shard: int, parent: bytes) -> None:
+        """A page that goes on is in use: it must not be what gives way for the page after it."""
+        row = self._index.find(namespace, shard, parent) if parent else NO_ROW
+        if row != NO_ROW:
+            self._residents.touch(np.array([row]))
+
+    def _ref(self, row: int) -> PageRef:
+        table = self._table
+        return PageRef(self.boot_id, Tier(table.tier[row]), table.slot[row], table.generation[row])
+
+    def _row_of(self, ref: PageRef) -> int:
+        """The row of an allocation that still lives, or NO_ROW (a vector scan: for rare calls)."""
+        if ref.boot_id != self.boot_id:
+            return NO_ROW
+        rows = np.flatnonzero(self._table.live("generation") == ref.generation)
+        live = [r for r in rows.tolist() if self._table.state[r] != State.FREE]
+        return live[0] if live and self._ref(live[0]) == ref else NO_ROW
+
+    def _read(self, row: int) -> Reading:
+        self._residents.hold(row)
+        table = self._table
+        return Reading(
+            self,
+            row=row,
+            ref=self._ref(row),
+            length=table.length[row],
+            codec=Codec(table.codec[row]),
+            lossy=bool(table.lossy[row]),
+        )
+
+    def _sealed_of(self, namespaces: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+        mask = np.isin(self._table.live("namespace"), namespaces)
+        mask &= self._table.live("state") == State.SEALED
+        return np.flatnonzero(mask)

@@ -1,0 +1,86 @@
+"""Small stores for core tests: pages of one unit of payload, keys from numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.generations import Generations
+from kvtier.core.handles import Filling
+from kvtier.core.page import NO_SUM, Codec, PageMeta, PutCode, Tier
+from kvtier.core.slabs import SlabAllocator
+from kvtier.core.store import Store, StoreConfig
+
+RECORD = 8192
+NS = 1
+
+
+def key(n: int) -> bytes:
+    return hashlib.sha256(n.to_bytes(8, "little")).digest()
+
+
+def keys(numbers: Sequence[int]) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(b"".join(key(n) for n in numbers), np.uint8).reshape(-1, 32)
+
+
+def make_store(
+    slots: int = 8,
+    *,
+    slab_slots: int | None = None,
+    shard_count: int = 1,
+    nvme_slots: int = 0,
+    granted: bool = True,
+) -> Store:
+    """A store whose host tier holds `slots` pages of RECORD bytes."""
+    slab = RECORD * (slab_slots or slots)
+    tiers = {Tier.HOST: SlabAllocator(capacity_bytes=RECORD * slots, slab_bytes=slab)}
+    if nvme_slots:
+        size = RECORD * nvme_slots
+        tiers[Tier.NVME] = SlabAllocator(capacity_bytes=size, slab_bytes=size)
+    store = Store(
+        StoreConfig(boot_id=99, pages_max=4 * (slots + nvme_slots), seed=1234),
+        tiers=tiers,
+        generations=Generations(0, lambda bound: None),
+    )
+    if granted:
+        for tier, allocator in tiers.items():
+            for slab_no in range(allocator.slabs):
+                store.grant_slab(tier, slab_no)
+    store.open_namespace(NS, shard_count)
+    return store
+
+
+def meta(n: int, parent: int | None = None, *, codec: Codec = Codec.RAW) -> PageMeta:
+    return PageMeta(
+        key=key(n),
+        length=64,
+        codec=codec,
+        payload_sum=NO_SUM,
+        parent=b"" if parent is None else key(parent),
+    )
+
+
+def put(
+    store: Store,
+    n: int,
+    parent: int | None = None,
+    *,
+    shard: int = 0,
+    namespace: int = NS,
+    record: int = RECORD,
+    tier: Tier = Tier.HOST,
+) -> PutCode:
+    outcome = store.reserve(namespace, shard, meta(n, parent), record, tier)
+    if isinstance(outcome, Filling):
+        return outcome.seal()
+    return outcome
+
+
+def present(
+    store: Store, numbers: Sequence[int], *, shard: int = 0, namespace: int = NS
+) -> list[int]:
+    codes, _ = store.lookup(namespace, shard, keys(numbers))
+    return [n for n, code in zip(numbers, codes.tolist(), strict=True) if code == 1]
