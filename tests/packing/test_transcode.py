@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -124,8 +125,9 @@ def test_under_a_writer_that_never_stops():
     writer = threading.Thread(target=scribble)
     writer.start()
     good = bad = 0
+    deadline = time.monotonic() + 20
     try:
-        for _ in range(400):
+        while min(good, bad) < 20 and time.monotonic() < deadline:
             try:
                 result = transcode(PAGE, memoryview(shared), META, Codec.FP8, **NAME)
             except CorruptPage:
@@ -137,8 +139,7 @@ def test_under_a_writer_that_never_stops():
     finally:
         stop.set()
         writer.join()
-    assert good + bad == 400
-    assert good, "no transcode came through: the test shows nothing"
+    assert min(good, bad) >= 20, f"{good} right, {bad} refused (seed 17): the test shows nothing"
 
 
 def test_numbers_that_cannot_be_packed():

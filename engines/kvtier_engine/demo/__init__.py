@@ -1,0 +1,1 @@
+"""`kvtier demo`: prefill in one process, decode in another, a real daemon between them."""

@@ -1,0 +1,47 @@
+"""The subcommand `kvtier demo`. Light: everything that needs the extra is loaded when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+from kvtier_engine.errors import require_extra
+
+__all__ = ["register"]
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the parser; called by the `kvtier` command through the entry point kvtier.commands."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="prefill in one process, decode in another, and check what comes back",
+        description="Starts a daemon, prefills a prompt in one process, decodes from its pages in"
+        " another, and checks each claim; ends with 1 if one does not hold.",
+    )
+    parser.add_argument(
+        "--model-dir",
+        type=Path,
+        metavar="DIR",
+        help="where the converted model is kept (default: in the user's cache directory)",
+    )
+    parser.add_argument(
+        "--tokens", type=_count, default=32, metavar="N", help="tokens to generate (default 32)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when every claim holds, else 1. Raises KvtierError when they cannot be shown."""
+    require_extra()
+    # Loads torch and transformers, which nobody who asks for another command should wait for.
+    demo = importlib.import_module("kvtier_engine.demo.run")
+    return int(demo.run(model_dir=args.model_dir, tokens=args.tokens, as_json=args.json))
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= 512:
+        raise argparse.ArgumentTypeError(f"{number} is not between 1 and 512")
+    return number

@@ -1,0 +1,46 @@
+"""The demo from end to end: model, daemon, prefill process, decode process, report."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from kvtier_engine.demo import report
+from kvtier_engine.demo.job import Job, ask
+from kvtier_engine.demo.service import running_daemon
+from kvtier_engine.smollm2 import ensure_model
+
+__all__ = ["run"]
+
+
+def run(*, model_dir: Path | None, tokens: int, as_json: bool) -> int:
+    """Prints the report; 0 when every claim holds, else 1."""
+    started = time.monotonic()
+    _note("model: SmolLM2-135M-Instruct (converted once, then kept)")
+    model = ensure_model(model_dir)
+    with running_daemon() as daemon:
+        job = Job(
+            url=daemon.url,
+            daemon_pid=daemon.pid,
+            model_dir=str(model.directory),
+            revision=model.revision,
+            tokens=tokens,
+        )
+        _note("prefill process: computes the prompt, puts its pages, ends")
+        prefill = ask("prefill", job)
+        _note("decode process: answers without the cache, from raw, fp8 and damaged pages")
+        decode = ask("decode", job)
+    found = report.claims(prefill, decode)
+    seconds = time.monotonic() - started
+    if as_json:
+        print(json.dumps(report.as_json(prefill, decode, found, seconds), indent=1))
+    else:
+        print(report.as_text(prefill, decode, found, seconds))
+    return 0 if all(claim.holds for claim in found) else 1
+
+
+def _note(text: str) -> None:
+    """Progress goes to standard error, so that --json stays one object."""
+    print(text, file=sys.stderr, flush=True)

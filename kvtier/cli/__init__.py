@@ -1,0 +1,94 @@
+"""The `kvtier` command.
+
+Promise: an error of kvtier is two lines on standard error (what, and what to do), never a
+traceback; exit codes are 0 done, 1 failed, 2 wrong input or configuration, 130 Ctrl-C, 141 reader
+gone. Each subcommand loads only what it needs. Further subcommands come from other packages through
+the entry-point group `kvtier.commands`: an entry is a function that gets argparse's subparsers,
+adds a parser and sets its `run` default to a function from the parsed arguments to an exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvtier._version import __version__
+from kvtier.cli import config_command, doctor, metrics_command, pages, serve, status
+from kvtier.errors import ConfigError, InvalidInput, KvtierError
+
+__all__ = ["ENTRY_POINTS", "main"]
+
+ENTRY_POINTS = "kvtier.commands"
+EXIT_FAILED = 1
+EXIT_INPUT = 2
+EXIT_INTERRUPTED = 130
+EXIT_READER_GONE = 141
+
+_BUILT_IN = {
+    "serve": serve.register,
+    "status": status.register,
+    "put": pages.register_put,
+    "get": pages.register_get,
+    "doctor": doctor.register,
+    "config": config_command.register,
+    "metrics": metrics_command.register,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = _parser(words).parse_args(words)
+        command: Callable[[argparse.Namespace], int] = arguments.run
+        code = command(arguments)
+        sys.stdout.flush()
+    except KvtierError as error:
+        print(f"error: {error}", file=sys.stderr)
+        print(f"remedy: {error.remedy}", file=sys.stderr)
+        return EXIT_INPUT if isinstance(error, (ConfigError, InvalidInput)) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_READER_GONE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print("remedy: name a file that can be read or written", file=sys.stderr)
+        return EXIT_INPUT
+    return code
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvtier", description="KV cache tiering and transfer for LLM inference."
+    )
+    parser.add_argument("--version", action="version", version=f"kvtier {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for register in _BUILT_IN.values():
+        register(commands)
+    # Other packages are loaded only when one of their commands may be meant.
+    if not words or words[0] not in _BUILT_IN:
+        for entry in entry_points(group=ENTRY_POINTS):
+            _register_foreign(entry, commands, is_meant=words[:1] == [entry.name])
+    return parser
+
+
+def _register_foreign(entry: Any, commands: Any, *, is_meant: bool) -> None:
+    """A package that cannot be loaded hides its own command, and says why only if it was meant."""
+    try:
+        register = entry.load()
+    except ImportError as error:
+        if is_meant:
+            print(f"error: kvtier {entry.name} cannot be loaded: {error}", file=sys.stderr)
+            print("remedy: install its extra, as in pip install 'kvtier[engine]'", file=sys.stderr)
+            raise SystemExit(EXIT_FAILED) from error
+        return
+    register(commands)

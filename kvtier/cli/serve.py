@@ -1,0 +1,33 @@
+"""`kvtier serve`: the daemon, in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvtier.cli.options import add_config, configuration
+
+__all__ = ["register"]
+
+
+def register(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="run the daemon",
+        description="Runs in the foreground. SIGTERM or Ctrl-C drains it, a second one kills it.",
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--ready-fd",
+        type=int,
+        metavar="N",
+        help='write "READY=1" and a newline to this open descriptor when calls are served',
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    effective = configuration(arguments)
+    from kvtier.daemon.run import run
+
+    return run(effective, ready_fd=arguments.ready_fd)

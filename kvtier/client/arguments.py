@@ -1,0 +1,180 @@
+"""The arguments of get and put, looked at before anything is sent.
+
+Made in the caller's thread; a call holds the caller's memory and is used once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypedDict
+
+from kvtier.client.buffers import Allocated, Request, Rows
+from kvtier.client.keys import KeyChain, checked_keys
+from kvtier.client.reading import GetOptions
+from kvtier.client.tensors import rows_of
+from kvtier.client.writing import PutOptions
+from kvtier.core.page import Codec, Durability
+from kvtier.errors import LimitExceeded
+from kvtier.packing._torch import load_torch
+from kvtier.packing.layout import Layout
+from kvtier.transfer.planes.values import Hints
+
+__all__ = ["GetArguments", "GetCall", "PutArguments", "PutCall", "milliseconds"]
+
+_SESSION_BYTES_MAX: Final = 256
+_MS_MAX: Final = 2**63 - 1
+_DEPTH_MAX: Final = 2**32 - 1
+_PRIORITY_MAX: Final = 2**31 - 1
+_DURABILITY: Final = {"host": Durability.HOST, "nvme": Durability.NVME}
+
+
+class GetArguments(TypedDict, total=False):
+    """Keyword arguments of get. `codec` accepts copies packed so alone; `deadline` in seconds."""
+
+    lossy_ok: bool
+    codec: Codec | None
+    session: str
+    ttl: float
+    priority: int
+    deadline: float | None
+
+
+class PutArguments(TypedDict, total=False):
+    """Keyword arguments of put; `ttl` and `deadline` in seconds."""
+
+    codec: Codec
+    parent: bytes | None
+    depth: int
+    chain: bool
+    session: str
+    ttl: float
+    priority: int
+    durable: str | Durability
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetCall:
+    keys: list[bytes]
+    rows: Rows
+    options: GetOptions
+    deadline: float | None
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        keys: Sequence[bytes],
+        out: object,
+        at: object,
+        given: GetArguments,
+    ) -> GetCall:
+        """Raises KeyLengthError, PageSizeError, LimitExceeded, MissingExtra; TypeError as a call
+        would.
+        """
+        _check_names(given, GetArguments, "get")
+        checked = checked_keys(keys)
+        lossy_ok, codec = given.get("lossy_ok", False), given.get("codec")
+        accept: tuple[Codec, ...] = (Codec.RAW,) if codec is None else (codec,)
+        if codec is None and lossy_ok and layout.fp8_bytes:
+            accept = (Codec.RAW, Codec.FP8)
+        if Codec.FP8 in accept:
+            # Now, not when the first page is there: loading takes seconds.
+            load_torch()
+        request = Request(name="out", count=len(checked), nbytes=layout.raw_bytes, writable=True)
+        return cls(
+            keys=checked,
+            rows=rows_of(out, request, at) if checked else Allocated(request),
+            options=GetOptions(accept=accept, lossy_ok=lossy_ok, hints=_hints(given)),
+            deadline=given.get("deadline"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutCall:
+    keys: list[bytes]
+    rows: Rows
+    options: PutOptions
+    deadline: float | None
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        keys: Sequence[bytes],
+        pages: object,
+        at: object,
+        given: PutArguments,
+    ) -> PutCall:
+        """Raises as GetCall.of, and LayoutError for a layout that the codec cannot pack."""
+        _check_names(given, PutArguments, "put")
+        checked = checked_keys(keys)
+        codec = given.get("codec", Codec.RAW)
+        layout.payload_bytes(codec)
+        if codec is Codec.FP8:
+            load_torch()
+        is_chain = given.get("chain", True)
+        parent, depth = given.get("parent"), given.get("depth")
+        if isinstance(keys, KeyChain) and is_chain:
+            parent = keys.parent if parent is None else parent
+            depth = keys.depth if depth is None else depth
+        request = Request(name="pages", count=len(checked), nbytes=layout.raw_bytes, writable=False)
+        return cls(
+            keys=checked,
+            rows=rows_of(pages, request, at) if checked else Allocated(request),
+            options=PutOptions(
+                codec=codec,
+                durability=_durability(given.get("durable", Durability.HOST)),
+                hints=_hints(given),
+                parent=checked_keys([parent])[0] if parent else b"",
+                depth=_whole("depth", depth or 0, 0, _DEPTH_MAX - len(checked)),
+                is_chain=is_chain,
+            ),
+            deadline=given.get("deadline"),
+        )
+
+
+def milliseconds(name: str, seconds: object) -> int:
+    """Whole milliseconds, rounded up. Raises LimitExceeded."""
+    if not isinstance(seconds, int | float) or not 0 <= seconds < _MS_MAX / 1000:
+        raise LimitExceeded(
+            f"{name} is {seconds!r}", remedy="pass a number of seconds, 0 for no opinion"
+        )
+    return math.ceil(seconds * 1000)
+
+
+def _hints(given: GetArguments | PutArguments) -> Hints:
+    session = given.get("session", "")
+    if len(session.encode(errors="replace")) > _SESSION_BYTES_MAX:
+        raise LimitExceeded(
+            f"session has {len(session)} characters",
+            remedy=f"name a conversation in up to {_SESSION_BYTES_MAX} bytes, say by a hash",
+        )
+    return Hints(
+        session=session,
+        ttl_ms=milliseconds("ttl", given.get("ttl", 0.0)),
+        priority=_whole("priority", given.get("priority", 0), -_PRIORITY_MAX, _PRIORITY_MAX),
+    )
+
+
+def _whole(name: str, value: object, low: int, high: int) -> int:
+    if not isinstance(value, int) or not low <= value <= high:
+        raise LimitExceeded(
+            f"{name} is {value!r}", remedy=f"pass a whole number from {low} to {high}"
+        )
+    return value
+
+
+def _durability(given: str | Durability) -> Durability:
+    known = given if isinstance(given, Durability) else _DURABILITY.get(given)
+    if known is None:
+        raise LimitExceeded(f"durable is {given!r}", remedy='use "host" or "nvme"')
+    return known
+
+
+def _check_names(given: GetArguments | PutArguments, known: type, method: str) -> None:
+    unknown = set(given) - set(known.__annotations__)
+    if unknown:
+        raise TypeError(f"{method}() got an unexpected keyword argument {min(unknown)!r}")

@@ -1,0 +1,235 @@
+"""Batches against the daemon: cut to its limits, all inside one deadline, every key with an
+outcome.
+
+A failed call ends its batch: what was answered before stands, everything else gets the outcome that
+the error stands for. Errors that say "you asked wrong" go to the caller as they are.
+
+Functions run on the connection's event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvtier.client.arguments import GetCall, PutCall
+from kvtier.client.buffers import Allocated
+from kvtier.client.reading import Part, Reader
+from kvtier.client.results import GetResult, PutResult
+from kvtier.client.writing import Writer
+from kvtier.core.page import DeleteCode, GetCode, PutCode
+from kvtier.errors import (
+    Busy,
+    CorruptPage,
+    CorruptRecord,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    DirectoryError,
+    KvtierError,
+    NotEnoughMemory,
+    StaleGeneration,
+    TierIOError,
+    UnknownHandle,
+)
+from kvtier.transfer.planes.deadline import Deadline
+from kvtier.transfer.planes.values import (
+    Capabilities,
+    GetQuery,
+    Hints,
+    LookupReply,
+    OpenedNamespace,
+    PutOpening,
+)
+
+if TYPE_CHECKING:
+    from kvtier.client.namespace import AsyncNamespace
+
+__all__ = ["delete", "get", "keys_per_call", "lookup", "put"]
+
+#: What an error says of each key of its call. Other errors are the caller's.
+_GET_CODES: Final[dict[type[KvtierError], GetCode]] = {
+    Busy: GetCode.BUSY,
+    CorruptPage: GetCode.CORRUPT,
+    CorruptRecord: GetCode.CORRUPT,
+    DaemonUnavailable: GetCode.UNAVAILABLE,
+    DeadlineExceeded: GetCode.TIMEOUT,
+    DirectoryError: GetCode.UNAVAILABLE,
+    NotEnoughMemory: GetCode.BUSY,
+    StaleGeneration: GetCode.STALE,
+    TierIOError: GetCode.IO_ERROR,
+    UnknownHandle: GetCode.UNAVAILABLE,
+}
+_PUT_CODES: Final[dict[type[KvtierError], PutCode]] = {
+    Busy: PutCode.BUSY,
+    DaemonUnavailable: PutCode.UNAVAILABLE,
+    DeadlineExceeded: PutCode.TIMEOUT,
+    DirectoryError: PutCode.UNAVAILABLE,
+    NotEnoughMemory: PutCode.BUSY,
+    StaleGeneration: PutCode.STALE_GENERATION,
+    TierIOError: PutCode.UNAVAILABLE,
+    UnknownHandle: PutCode.UNAVAILABLE,
+}
+_KNOWN: Final = frozenset(map(int, GetCode))
+
+
+async def lookup(
+    ns: AsyncNamespace, keys: Sequence[bytes], hints: Hints, deadline: Deadline
+) -> LookupReply:
+    codes = bytearray([GetCode.UNAVAILABLE]) * len(keys)
+    tiers = bytearray(len(keys))
+    done = 0
+
+    async def send(opened: OpenedNamespace) -> LookupReply:
+        some = keys[done : done + keys_per_call(_limits(ns))]
+        return await ns.link.plane.lookup(opened.handle, some, hints, deadline)
+
+    while done < len(keys):
+        try:
+            found = await ns.call(send, deadline)
+        except KvtierError as error:
+            codes[done:] = bytes([_get_code(error)]) * (len(keys) - done)
+            break
+        end = done + len(found.codes)
+        codes[done:end] = bytes(c if c in _KNOWN else GetCode.IO_ERROR for c in found.codes)
+        tiers[done:end] = found.tiers
+        done = end
+    _learn(ns, codes)
+    return LookupReply(bytes(codes), bytes(tiers))
+
+
+async def get(ns: AsyncNamespace, call: GetCall, deadline: Deadline) -> GetResult:
+    reader = Reader(ns.layout, call.keys, call.rows, verify=ns.link.settings.verify)
+    failed = await _get(ns, reader, range(len(call.keys)), call, deadline)
+    if failed:
+        # Bytes that are not right can be a race with an entry that changed: once more, then it
+        # counts.
+        await _get(ns, reader, failed, call, deadline, is_retry=True)
+    _learn(ns, reader.codes)
+    pages: Sequence[bytearray | None] = ()
+    if isinstance(call.rows, Allocated):
+        pages = [
+            page if code == GetCode.HIT else None
+            for page, code in zip(call.rows.pages, reader.codes, strict=True)
+        ]
+    return GetResult(reader.columns(), page_tokens=ns.layout.page_tokens, pages=pages)
+
+
+async def _get(
+    ns: AsyncNamespace,
+    reader: Reader,
+    indices: Sequence[int],
+    call: GetCall,
+    deadline: Deadline,
+    *,
+    is_retry: bool = False,
+) -> list[int]:
+    """Gets these keys; the indices of those whose bytes came and were not right."""
+    failed: list[int] = []
+    done = 0
+    part: Part | None = None
+
+    async def send(opened: OpenedNamespace) -> Part:
+        nonlocal part
+        limits = _limits(ns)
+        count = min(keys_per_call(limits), limits.bytes_per_call_max // ns.layout.raw_bytes)
+        some = indices[done : done + max(count, 1)]
+        part = Part(reader, some, opened, options=call.options, always_verify=is_retry)
+        query = GetQuery(
+            handle=opened.handle,
+            keys=[call.keys[index] for index in some],
+            accept=call.options.accept,
+            lossy_ok=call.options.lossy_ok,
+            hints=call.options.hints,
+        )
+        await ns.link.plane.get(query, part, deadline)
+        return part
+
+    while done < len(indices):
+        part = None
+        try:
+            part = await ns.call(send, deadline)
+        except KvtierError as error:
+            code = _get_code(error)
+            answered = set() if part is None else part.answered
+            for index in indices[done:]:
+                if index not in answered:
+                    # On a retry the pages are known to be bad: that they could not be got again
+                    # does not make them less so.
+                    reader.codes[index] = GetCode.CORRUPT if is_retry else code
+            return failed if part is None else failed + part.failed
+        done += part.count
+        failed += part.failed
+    return failed
+
+
+async def put(ns: AsyncNamespace, call: PutCall, deadline: Deadline) -> PutResult:
+    writer = Writer(ns.layout, call.keys, call.rows, call.options)
+    length = ns.layout.payload_bytes(call.options.codec)
+    indices = range(len(call.keys))
+    done = 0
+
+    async def send(opened: OpenedNamespace) -> int:
+        limits = _limits(ns)
+        count = max(min(limits.pages_per_put_max, limits.bytes_per_call_max // length), 1)
+        some = indices[done : done + count]
+        opening = PutOpening(
+            handle=opened.handle,
+            message_bytes_max=limits.message_bytes_max,
+            durability=call.options.durability,
+            hints=call.options.hints,
+        )
+        sent: list[int] = []
+        pages = writer.pages(some, opened, deadline, sent)
+        writer.take(await ns.link.plane.put(opening, pages, deadline), sent)
+        return len(some)
+
+    while done < len(indices):
+        try:
+            done += await ns.call(send, deadline)
+        except KvtierError as error:
+            code = _PUT_CODES.get(type(error))
+            if code is None:
+                raise
+            writer.fail(indices[done:], code)
+            break
+    return PutResult(bytes(writer.codes), writer.refs)
+
+
+async def delete(ns: AsyncNamespace, keys: Sequence[bytes], deadline: Deadline) -> bytes:
+    """DeleteCodes. Raises when the daemon does not answer; earlier parts are then deleted."""
+    codes = b""
+
+    async def send(opened: OpenedNamespace) -> bytes:
+        some = keys[len(codes) : len(codes) + keys_per_call(_limits(ns))]
+        return await ns.link.plane.delete(opened.handle, some, deadline)
+
+    try:
+        while len(codes) < len(keys):
+            codes += await ns.call(send, deadline)
+    except StaleGeneration:
+        codes += bytes([DeleteCode.STALE]) * (len(keys) - len(codes))
+    if DeleteCode.STALE in codes:
+        ns.learn(GetCode.STALE)
+    return codes
+
+
+def keys_per_call(limits: Capabilities) -> int:
+    """Keys that one call takes: as the daemon says, and as fit a message."""
+    return max(min(limits.keys_per_call_max, limits.message_bytes_max // 64), 1)
+
+
+def _limits(ns: AsyncNamespace) -> Capabilities:
+    assert ns.limits is not None, "known since the namespace was opened"
+    return ns.limits
+
+
+def _learn(ns: AsyncNamespace, codes: bytes | bytearray) -> None:
+    if GetCode.STALE in codes:
+        ns.learn(GetCode.STALE)
+
+
+def _get_code(error: KvtierError) -> GetCode:
+    code = _GET_CODES.get(type(error))
+    if code is None:
+        raise error
+    return code

@@ -1,0 +1,225 @@
+"""One connection as its namespaces see it: the plane, the session, the limits, and whether calling
+makes sense now.
+
+Promise: a call on a closed connection or in a forked child is refused at once; calls to a daemon
+that has stopped answering are refused at once after a few have waited in vain, so that an engine
+does not pay its deadline again and again; a session that the daemon no longer knows is opened anew.
+
+Belongs to the event loop of its connection, but for `check_usable`, which any thread may call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from kvtier.errors import (
+    ClientClosed,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    ForkedClient,
+    InvalidConfigValue,
+    KvtierError,
+    UnknownHandle,
+)
+from kvtier.packing.layout import Layout
+from kvtier.transfer.planes.base import Plane
+from kvtier.transfer.planes.deadline import Deadline
+from kvtier.transfer.planes.values import Capabilities, NamespaceRequest, OpenedNamespace
+
+__all__ = ["Link", "Settings", "Verify", "locked"]
+
+_CLOSE_S_MAX: Final = 0.5
+
+
+class Verify(Enum):
+    """Whether a get compares payload sums. SAMPLED does one page in SAMPLE_ONE_IN."""
+
+    ALWAYS = "always"
+    SAMPLED = "sampled"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    deadline_s: float
+    verify: Verify
+    client_name: str
+
+    @classmethod
+    def of(cls, *, deadline: float, verify: str, client_name: str) -> Settings:
+        """Raises InvalidConfigValue."""
+        try:
+            wanted = Verify(verify)
+        except ValueError:
+            raise InvalidConfigValue(
+                f"verify is {verify!r}", remedy='use "always", "sampled" or "off"'
+            ) from None
+        return cls(deadline_s=checked_seconds(deadline), verify=wanted, client_name=client_name)
+
+
+def checked_seconds(deadline: object) -> float:
+    """Raises InvalidConfigValue unless `deadline` is a positive number of seconds."""
+    if not isinstance(deadline, int | float) or not 0 < deadline < float("inf"):
+        raise InvalidConfigValue(
+            f"deadline is {deadline!r}", remedy="pass a positive number of seconds"
+        )
+    return float(deadline)
+
+
+class _Breaker:
+    """Refuses calls for a while after several in a row ended without any answer.
+
+    After the pause one call goes through to try; the others are refused until it has ended.
+    """
+
+    SILENT_CALLS_MAX: Final = 3
+    PAUSE_S: Final = 1.0
+
+    def __init__(self) -> None:
+        self._silent_calls = 0
+        self._tries_at = 0.0
+
+    def check(self) -> None:
+        if self._silent_calls < self.SILENT_CALLS_MAX:
+            return
+        now = time.monotonic()
+        if now < self._tries_at:
+            raise DaemonUnavailable(
+                f"the daemon let {self._silent_calls} calls in a row wait in vain",
+                remedy="compute the pages; the daemon is asked again within "
+                f"{self.PAUSE_S:g} s, see whether it is stopped or overloaded",
+            )
+        self._tries_at = now + self.PAUSE_S
+
+    def answered(self) -> None:
+        self._silent_calls = 0
+
+    def was_silent(self) -> None:
+        self._silent_calls += 1
+        self._tries_at = time.monotonic() + self.PAUSE_S
+
+
+class Link:
+    def __init__(self, plane: Plane, settings: Settings) -> None:
+        self.plane = plane
+        self.settings = settings
+        self._breaker = _Breaker()
+        self.pid = os.getpid()
+        self._is_closed = False
+        self._opening = asyncio.Lock()
+        self._session_id = 0
+        self._boot_id = 0
+        self._limits: Capabilities | None = None
+
+    @property
+    def session_id(self) -> int:
+        """0 until a namespace was opened."""
+        return self._session_id
+
+    def check_usable(self) -> None:
+        """Raises ForkedClient or ClientClosed."""
+        if os.getpid() != self.pid:
+            raise ForkedClient(
+                f"this connection belongs to process {self.pid}, this is its child {os.getpid()}",
+                remedy="connect in the child; the parent's connection goes on working",
+            )
+        if self._is_closed:
+            raise ClientClosed("the connection is closed", remedy="connect again")
+
+    def deadline(self, seconds: float | None) -> Deadline:
+        """The deadline of a call that begins now."""
+        own = self.settings.deadline_s
+        return Deadline.after(own if seconds is None else checked_seconds(seconds))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a call of the plane: learns from how it ends whether the daemon answers."""
+        try:
+            yield
+        except DeadlineExceeded:
+            self._breaker.was_silent()
+            raise
+        except (ClientClosed, DaemonUnavailable):
+            raise
+        except KvtierError:
+            self._breaker.answered()
+            raise
+        self._breaker.answered()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """As `watched`; raises DaemonUnavailable at once while the daemon does not answer."""
+        self._breaker.check()
+        with self.watched():
+            yield
+
+    async def open(
+        self, layout: Layout, *, tenant: str, salt: bytes, fingerprint: bytes, deadline: Deadline
+    ) -> tuple[OpenedNamespace, Capabilities]:
+        """A handle in the connection's session, which is opened if need be."""
+        async with locked(self._opening, deadline):
+            with self.guarded():
+                opened = await self._open(layout, tenant, salt, fingerprint, deadline)
+                if self._limits is None or self._boot_id != opened.boot_id:
+                    self._limits = await self.plane.capabilities(deadline)
+                self._session_id, self._boot_id = opened.session_id, opened.boot_id
+            return opened, self._limits
+
+    async def close(self) -> None:
+        """Ends the session if the daemon answers soon; its leases would end by themselves later."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if self._session_id:
+                await self.plane.close_session(self._session_id, Deadline.after(_CLOSE_S_MAX))
+        except KvtierError:
+            pass
+        finally:
+            await self.plane.close()
+
+    async def _open(
+        self, layout: Layout, tenant: str, salt: bytes, fingerprint: bytes, deadline: Deadline
+    ) -> OpenedNamespace:
+        def request(session_id: int) -> NamespaceRequest:
+            return NamespaceRequest(
+                session_id=session_id,
+                tenant=tenant,
+                salt=salt,
+                layout=layout,
+                client_name=self.settings.client_name,
+                fingerprint=fingerprint,
+            )
+
+        if self._session_id:
+            try:
+                return await self.plane.open_namespace(request(self._session_id), deadline)
+            except UnknownHandle:
+                self._session_id = 0
+        return await self.plane.open_namespace(request(0), deadline)
+
+
+@asynccontextmanager
+async def locked(lock: asyncio.Lock, deadline: Deadline) -> AsyncIterator[None]:
+    """Holds `lock`. Raises DeadlineExceeded if others hold it for too long."""
+    if lock.locked():
+        try:
+            await asyncio.wait_for(lock.acquire(), deadline.remaining())
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "another call is still opening the namespace",
+                remedy="compute the page; raise `deadline` if this happens often",
+            ) from None
+    else:
+        await lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

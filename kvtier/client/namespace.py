@@ -1,0 +1,339 @@
+"""A namespace: lookup, get, put, delete, lease and bump for one layout.
+
+Promise: lookup, get and put answer one outcome a key, also when the daemon is absent, stopped or
+restarted, and within the deadline; they raise for mistakes in the arguments alone (and
+ClientClosed, ForkedClient). The handle is opened when it is needed and opened again, once a call,
+after a restart. If the namespace was bumped by someone else, everything is STALE until the engine,
+which knows what weights it has loaded, calls `reopen`.
+
+Async methods belong to the connection's event loop. Arguments are looked at in the method's
+synchronous part, so that a tensor's stream is that of the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvtier.client import batches
+from kvtier.client.arguments import GetArguments, GetCall, PutArguments, PutCall
+from kvtier.client.keys import KeyChain, checked_keys, keys_of_hashes
+from kvtier.client.lease import AsyncLease
+from kvtier.client.link import Link, locked
+from kvtier.client.results import DeleteResult, GetResult, LookupResult, PutResult
+from kvtier.core.page import GetCode
+from kvtier.errors import (
+    AvailabilityError,
+    LayoutError,
+    NamespaceMismatch,
+    StaleGeneration,
+    UnknownHandle,
+)
+from kvtier.packing.keys import chain_keys, salt_seed
+from kvtier.packing.layout import Layout
+from kvtier.transfer.planes.deadline import Deadline
+from kvtier.transfer.planes.values import Capabilities, Hints, OpenedNamespace
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from typing_extensions import Buffer
+
+__all__ = ["AsyncNamespace"]
+
+T = TypeVar("T")
+_TOKEN_BYTES = 16
+
+
+class AsyncNamespace:
+    """Made by `connection.namespace()`. `layout`, `tenant` and `salt` say which one it is."""
+
+    def __init__(self, link: Link, layout: Layout, *, tenant: str, salt: bytes) -> None:
+        self._link = link
+        self._opening = asyncio.Lock()
+        self._opened: OpenedNamespace | None = None
+        self._limits: Capabilities | None = None
+        self._generation: int | None = None
+        self._is_stale = False
+        self.layout = layout
+        self.tenant = tenant
+        self.salt = bytes(salt)
+        self.fingerprint = layout.fingerprint(tenant, self.salt)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.layout.model_id!r} of tenant {self.tenant!r}>"
+
+    @property
+    def generation(self) -> int | None:
+        """The namespace generation this object is bound to; None until it was opened once."""
+        return self._generation
+
+    @property
+    def is_stale(self) -> bool:
+        """Someone bumped or deleted the namespace: every outcome is STALE until `reopen`."""
+        return self._is_stale
+
+    def keys(
+        self,
+        token_ids: Sequence[int] | Any,
+        parent: bytes | KeyChain | None = None,
+        *,
+        depth: int = 0,
+    ) -> KeyChain:
+        """One key for each full page of `token_ids`; what is left over has none.
+
+        `parent` goes on from an earlier chain: the chain itself, or its last key with `depth`, the
+        pages up to and with that key. Keys equal SGLang's page hashes.
+        """
+        before: bytes | None = None
+        if isinstance(parent, KeyChain):
+            depth = parent.depth + len(parent)
+            before = parent[-1] if len(parent) else parent.parent or None
+        elif parent is not None:
+            before = checked_keys([parent])[0]
+        made = chain_keys(
+            token_ids, self.layout.page_tokens, parent=before, seed=salt_seed(self.salt)
+        )
+        return KeyChain(made, parent=before or b"", depth=depth)
+
+    def keys_from(self, hashes: Iterable[str | Buffer]) -> KeyChain:
+        """Keys that an engine has already made: page hashes as hexadecimal text or 32 bytes."""
+        return KeyChain(keys_of_hashes(hashes))
+
+    async def lookup(
+        self, keys: Sequence[bytes], *, session: str = "", deadline: float | None = None
+    ) -> LookupResult:
+        """Which pages are there now. Advice: a page can leave before the get."""
+        self._link.check_usable()
+        found = await batches.lookup(
+            self, checked_keys(keys), Hints(session=session), self._link.deadline(deadline)
+        )
+        return LookupResult(found.codes, found.tiers, self.layout.page_tokens)
+
+    async def get(
+        self,
+        keys: Sequence[bytes],
+        *,
+        out: object = None,
+        at: object = None,
+        **options: Unpack[GetArguments],
+    ) -> GetResult:
+        """Pages into `out`, verified there. Only a HIT's bytes count: the place of any other page
+        may hold anything afterwards.
+
+        `out` is a tensor, ndarray or writable buffer with the pages along its first dimension (or
+        cut into equal parts), or a sequence with one of those for each page; strided memory and GPU
+        tensors are filled in place. With `at=page_ids` the pages go to these rows of a bigger pool
+        `out` (`out=pool[page_ids]` would fill a copy where `page_ids` is a list). Without `out` the
+        bytes are in `result.pages`.
+
+        `lossy_ok` accepts pages that a codec has rounded (unpacked into `out`); else such a copy is
+        a miss. Raises PageSizeError, KeyLengthError; MissingExtra for `lossy_ok` without torch.
+        """
+        return await self.send_get(self.prepare_get(keys, out=out, at=at, **options))
+
+    def prepare_get(
+        self,
+        keys: Sequence[bytes],
+        *,
+        out: object = None,
+        at: object = None,
+        **options: Unpack[GetArguments],
+    ) -> GetCall:
+        """The part of `get` that looks at its arguments, in the caller's thread."""
+        self._link.check_usable()
+        return GetCall.of(self.layout, keys, out, at, options)
+
+    async def send_get(self, call: GetCall) -> GetResult:
+        """The rest of `get`."""
+        return await batches.get(self, call, self._link.deadline(call.deadline))
+
+    async def put(
+        self,
+        keys: Sequence[bytes],
+        pages: object,
+        *,
+        at: object = None,
+        **options: Unpack[PutArguments],
+    ) -> PutResult:
+        """Stores pages; see `get` for what `pages` and `at` may be. Do not write to them meanwhile.
+
+        The keys of one call are a chain unless `chain=False`: each is the parent of the next.
+        `parent` and `depth` are what comes before the first (taken from `keys` when it is a
+        KeyChain). `ttl` in seconds, `session` and `priority` are hints for what to keep.
+        `durable="nvme"` waits until the page survives the daemon. `codec=Codec.FP8` packs before
+        sending; a page with numbers that cannot be packed is NONFINITE.
+        """
+        return await self.send_put(self.prepare_put(keys, pages, at=at, **options))
+
+    def prepare_put(
+        self,
+        keys: Sequence[bytes],
+        pages: object,
+        *,
+        at: object = None,
+        **options: Unpack[PutArguments],
+    ) -> PutCall:
+        """The part of `put` that looks at its arguments, in the caller's thread."""
+        self._link.check_usable()
+        return PutCall.of(self.layout, keys, pages, at, options)
+
+    async def send_put(self, call: PutCall) -> PutResult:
+        """The rest of `put`."""
+        return await batches.put(self, call, self._link.deadline(call.deadline))
+
+    async def delete(self, keys: Sequence[bytes], *, deadline: float | None = None) -> DeleteResult:
+        """Removes pages of this shard from every tier, durably. Raises when the daemon does not
+        answer.
+        """
+        self._link.check_usable()
+        return DeleteResult(
+            await batches.delete(self, checked_keys(keys), self._link.deadline(deadline))
+        )
+
+    def lease(
+        self, keys: Sequence[bytes], *, ttl: float = 0.0, deadline: float | None = None
+    ) -> AsyncLease:
+        """`async with ns.lease(keys) as held`: the pages that are there stay there meanwhile.
+
+        `ttl` in seconds is how long the daemon holds them unless renewed (0: its default).
+        """
+        self._link.check_usable()
+        return AsyncLease(self, checked_keys(keys), ttl=ttl, deadline=deadline)
+
+    async def bump(
+        self,
+        weights_revision: str = "",
+        *,
+        expected: int | None = None,
+        token: bytes | None = None,
+        deadline: float | None = None,
+    ) -> int:
+        """Makes every page of this namespace a miss, in all tiers, durably; the new generation.
+
+        `expected` is the generation to end (by default the one this object is bound to). A repeated
+        `token` (16 bytes) answers as the first time. Afterwards this object is STALE until
+        `reopen`, like every other. Raises GenerationConflict, UnknownNamespace, and when the daemon
+        does not answer.
+        """
+        self._link.check_usable()
+        within = self._link.deadline(deadline)
+        chosen = os.urandom(_TOKEN_BYTES) if token is None else token
+
+        async def send(opened: OpenedNamespace) -> int:
+            return await self._link.plane.bump(
+                opened.fingerprint,
+                expected=opened.generation if expected is None else expected,
+                weights_revision=weights_revision,
+                token=chosen,
+                deadline=within,
+            )
+
+        generation = await self.call(send, within)
+        if generation != self._generation:
+            self._end()
+        return generation
+
+    async def reopen(
+        self, weights_revision: str | None = None, *, deadline: float | None = None
+    ) -> int:
+        """Binds this object to the namespace's present generation, which it returns.
+
+        Call it after a bump, with the revision of the weights that the engine has loaded now.
+        Raises NamespaceMismatch when the namespace is for other weights, and when the daemon does
+        not answer.
+        """
+        self._link.check_usable()
+        within = self._link.deadline(deadline)
+        if weights_revision is not None:
+            self.layout = replace(self.layout, weights_revision=weights_revision)
+            self.fingerprint = self.layout.fingerprint(self.tenant, self.salt)
+        self._opened, self._generation, self._is_stale = None, None, False
+        return (await self._attached(within)).generation
+
+    async def open(self, deadline: Deadline) -> None:
+        """Opens the handle now if the daemon is there. Raises LayoutError, NamespaceMismatch."""
+        try:
+            await self._attached(deadline)
+        except AvailabilityError:
+            self._link.check_usable()
+
+    @property
+    def link(self) -> Link:
+        return self._link
+
+    @property
+    def limits(self) -> Capabilities | None:
+        """The daemon's limits, None until the namespace was opened once."""
+        return self._limits
+
+    async def call(self, send: Callable[[OpenedNamespace], Awaitable[T]], deadline: Deadline) -> T:
+        """`send` with a handle; once more with a new one if the daemon does not know it."""
+        opened = await self._attached(deadline)
+        try:
+            with self._link.guarded():
+                return await send(opened)
+        except UnknownHandle:
+            self._drop(opened)
+            opened = await self._attached(deadline)
+            with self._link.guarded():
+                return await send(opened)
+
+    def learn(self, code: int) -> None:
+        """Looks at an outcome of the daemon: STALE is for good."""
+        if code == GetCode.STALE:
+            self._end()
+
+    async def _attached(self, deadline: Deadline) -> OpenedNamespace:
+        if self._opened is not None:
+            return self._opened
+        async with locked(self._opening, deadline):
+            if self._opened is None:
+                if self._is_stale:
+                    raise _stale()
+                self._opened = await self._open(deadline)
+            return self._opened
+
+    async def _open(self, deadline: Deadline) -> OpenedNamespace:
+        try:
+            opened, self._limits = await self._link.open(
+                self.layout,
+                tenant=self.tenant,
+                salt=self.salt,
+                fingerprint=self.fingerprint,
+                deadline=deadline,
+            )
+        except NamespaceMismatch:
+            if self._generation is None:
+                raise
+            # Bumped to other weights while the daemon restarted.
+            self._end()
+            raise _stale() from None
+        if opened.raw_bytes != self.layout.raw_bytes or opened.fingerprint != self.fingerprint:
+            raise LayoutError(
+                f"the daemon makes {opened.raw_bytes} bytes a page of this layout, "
+                f"this client {self.layout.raw_bytes}",
+                remedy="use a client and daemon of the same version",
+            )
+        if self._generation not in (None, opened.generation):
+            self._end()
+            raise _stale()
+        self._generation = opened.generation
+        return opened
+
+    def _drop(self, opened: OpenedNamespace) -> None:
+        if self._opened is opened:
+            self._opened = None
+
+    def _end(self) -> None:
+        self._opened, self._is_stale = None, True
+
+
+def _stale() -> StaleGeneration:
+    return StaleGeneration(
+        "the namespace was bumped since it was opened",
+        remedy="load the present weights if they changed, then call ns.reopen()",
+    )

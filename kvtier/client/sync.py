@@ -1,0 +1,369 @@
+"""`with kvtier.connect(url) as kv`: the client for code without asyncio.
+
+A thin face over the asyncio client, which runs in one event loop in one daemon thread of the
+connection.
+
+Threads: every method may be called from any thread, several at once; calls run concurrently. Forks:
+a connection belongs to the process that made it. In a child every call raises ForkedClient at once;
+the parent goes on undisturbed. Connect anew in the child (and not through `fork` in the middle of a
+call). Interrupts: a KeyboardInterrupt in a waiting call ends that call first, so that nothing is
+written to the caller's memory afterwards. Exit: an interpreter that ends without `close()` closes
+its connections within two seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from kvtier.client import aio
+from kvtier.client.arguments import GetArguments, PutArguments
+from kvtier.client.keys import KeyChain
+from kvtier.client.lease import AsyncLease
+from kvtier.client.namespace import AsyncNamespace
+from kvtier.client.results import DeleteResult, GetResult, LookupResult, PutResult
+from kvtier.core.page import GetCode
+from kvtier.errors import ClientClosed
+from kvtier.packing.layout import Layout
+from kvtier.transfer.planes.values import Capabilities, Status
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    import torch
+    from typing_extensions import Buffer
+
+__all__ = ["Connection", "Lease", "Namespace", "connect"]
+
+T = TypeVar("T")
+
+_STOP_S_MAX: Final = 2.0
+
+
+def connect(
+    url: str | None = None,
+    *,
+    deadline: float = aio.DEADLINE_S,
+    verify: str = "always",
+    client_name: str = "",
+) -> Connection:
+    """As `kvtier.aio.connect`, for code without asyncio."""
+    return Connection(aio.connect(url, deadline=deadline, verify=verify, client_name=client_name))
+
+
+class _Runner:
+    """One event loop in one daemon thread; runs coroutines for any thread and waits for them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_ignore_lost_race)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="kvtier-client", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        ended = threading.Event()
+
+        async def run() -> T:
+            try:
+                return await coroutine
+            finally:
+                ended.set()
+
+        running = run()
+        try:
+            future = asyncio.run_coroutine_threadsafe(running, self._loop)
+        except RuntimeError:
+            running.close()
+            coroutine.close()
+            raise ClientClosed("the connection is closed", remedy="connect again") from None
+        try:
+            return future.result()
+        finally:
+            if not ended.is_set():
+                # An interrupt: the call must not write to the caller's memory after it.
+                future.cancel()
+                ended.wait(_STOP_S_MAX)
+
+    def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs `last`, then ends loop and thread."""
+        if self._loop.is_closed() or not self._thread.is_alive():
+            return
+        try:
+            asyncio.run_coroutine_threadsafe(self._wind_up(last), self._loop).result(_STOP_S_MAX)
+        except TimeoutError:
+            pass
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_STOP_S_MAX)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    async def _wind_up(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        await last()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            # Calls of other threads that the close has just ended: let them report it.
+            await asyncio.wait(others, timeout=_STOP_S_MAX / 2)
+
+
+def _ignore_lost_race(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """grpc wakes every loop of the process for one event; all but one find it taken already."""
+    if not isinstance(context.get("exception"), BlockingIOError):
+        loop.default_exception_handler(context)
+
+
+def _shut_down(runner: _Runner, connection: aio.AsyncConnection) -> None:
+    # In a forked child loop and thread are the parent's.
+    if os.getpid() == connection.link.pid:
+        runner.stop(connection.close)
+
+
+class Connection:
+    """Made by `connect`. Usable from any thread; not in a forked child."""
+
+    def __init__(self, connection: aio.AsyncConnection) -> None:
+        self._async = connection
+        self._runner = _Runner()
+        self._finalizer = weakref.finalize(self, _shut_down, self._runner, connection)
+
+    def __enter__(self) -> Connection:
+        self._async.link.check_usable()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"
+
+    @property
+    def url(self) -> str:
+        return self._async.url
+
+    def namespace(
+        self,
+        layout: Layout,
+        *,
+        tenant: str = "default",
+        salt: bytes = b"",
+        deadline: float | None = None,
+    ) -> Namespace:
+        """See AsyncConnection.namespace."""
+        opened = self._run(
+            self._async.namespace(layout, tenant=tenant, salt=salt, deadline=deadline)
+        )
+        return Namespace(self, opened)
+
+    def status(self, *, deadline: float | None = None) -> Status:
+        """How the daemon is doing. Raises DaemonUnavailable, DeadlineExceeded."""
+        return self._run(self._async.status(deadline=deadline))
+
+    def capabilities(self, *, deadline: float | None = None) -> Capabilities:
+        """What the daemon can do, and its limits. Raises DaemonUnavailable, DeadlineExceeded."""
+        return self._run(self._async.capabilities(deadline=deadline))
+
+    def ping(self, *, deadline: float | None = None) -> float:
+        """Seconds for a round trip. Raises DaemonUnavailable, DeadlineExceeded."""
+        return self._run(self._async.ping(deadline=deadline))
+
+    def delete_namespace(
+        self,
+        layout: Layout,
+        *,
+        tenant: str = "default",
+        salt: bytes = b"",
+        deadline: float | None = None,
+    ) -> int:
+        """See AsyncConnection.delete_namespace."""
+        return self._run(
+            self._async.delete_namespace(layout, tenant=tenant, salt=salt, deadline=deadline)
+        )
+
+    def close(self) -> None:
+        """Ends the session, its leases and the connection; closing twice is no error.
+
+        Calls under way in other threads raise ClientClosed.
+        """
+        self._finalizer()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            self._async.link.check_usable()
+        except BaseException:
+            coroutine.close()
+            raise
+        return self._runner.run(coroutine)
+
+
+class Namespace:
+    """Made by `connection.namespace()`. Usable from any thread; not in a forked child.
+
+    Every method is that of AsyncNamespace, where it is described.
+    """
+
+    def __init__(self, connection: Connection, opened: AsyncNamespace) -> None:
+        self._connection = connection
+        self._async = opened
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.layout.model_id!r} of tenant {self.tenant!r}>"
+
+    @property
+    def layout(self) -> Layout:
+        return self._async.layout
+
+    @property
+    def tenant(self) -> str:
+        return self._async.tenant
+
+    @property
+    def fingerprint(self) -> bytes:
+        return self._async.fingerprint
+
+    @property
+    def generation(self) -> int | None:
+        """The namespace generation this object is bound to; None until it was opened once."""
+        return self._async.generation
+
+    @property
+    def is_stale(self) -> bool:
+        """Someone bumped or deleted the namespace: every outcome is STALE until `reopen`."""
+        return self._async.is_stale
+
+    def keys(
+        self,
+        token_ids: Sequence[int] | Any,
+        parent: bytes | KeyChain | None = None,
+        *,
+        depth: int = 0,
+    ) -> KeyChain:
+        """One key for each full page of `token_ids`; see AsyncNamespace.keys."""
+        return self._async.keys(token_ids, parent, depth=depth)
+
+    def keys_from(self, hashes: Iterable[str | Buffer]) -> KeyChain:
+        """Keys that an engine has already made, as hexadecimal text or 32 bytes."""
+        return self._async.keys_from(hashes)
+
+    def lookup(
+        self, keys: Sequence[bytes], *, session: str = "", deadline: float | None = None
+    ) -> LookupResult:
+        """Which pages are there now. Advice: a page can leave before the get."""
+        return self._run(self._async.lookup(keys, session=session, deadline=deadline))
+
+    def get(
+        self,
+        keys: Sequence[bytes],
+        *,
+        out: object = None,
+        at: object = None,
+        **options: Unpack[GetArguments],
+    ) -> GetResult:
+        """Pages into `out`, verified there; see AsyncNamespace.get. Only a HIT's bytes count."""
+        # In this thread: the current stream of a GPU is this thread's.
+        call = self._async.prepare_get(keys, out=out, at=at, **options)
+        return self._run(self._async.send_get(call))
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        pages: object,
+        *,
+        at: object = None,
+        **options: Unpack[PutArguments],
+    ) -> PutResult:
+        """Stores pages; see AsyncNamespace.put. Do not write to them meanwhile."""
+        call = self._async.prepare_put(keys, pages, at=at, **options)
+        return self._run(self._async.send_put(call))
+
+    def delete(self, keys: Sequence[bytes], *, deadline: float | None = None) -> DeleteResult:
+        """Removes pages of this shard from every tier, durably."""
+        return self._run(self._async.delete(keys, deadline=deadline))
+
+    def lease(
+        self, keys: Sequence[bytes], *, ttl: float = 0.0, deadline: float | None = None
+    ) -> Lease:
+        """`with ns.lease(keys) as held`: the pages that are there stay there meanwhile."""
+        return Lease(self._connection, self._async.lease(keys, ttl=ttl, deadline=deadline))
+
+    def bump(
+        self,
+        weights_revision: str = "",
+        *,
+        expected: int | None = None,
+        token: bytes | None = None,
+        deadline: float | None = None,
+    ) -> int:
+        """Makes every page of this namespace a miss; see AsyncNamespace.bump."""
+        return self._run(
+            self._async.bump(weights_revision, expected=expected, token=token, deadline=deadline)
+        )
+
+    def reopen(self, weights_revision: str | None = None, *, deadline: float | None = None) -> int:
+        """Binds this object to the present generation; see AsyncNamespace.reopen."""
+        return self._run(self._async.reopen(weights_revision, deadline=deadline))
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._connection._run(coroutine)
+
+
+class Lease:
+    """Made by `ns.lease(keys)`, held inside `with`. A key that is not HIT is not held."""
+
+    def __init__(self, connection: Connection, lease: AsyncLease) -> None:
+        self._connection = connection
+        self._async = lease
+
+    def __enter__(self) -> Lease:
+        self._connection._run(self._async.take())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    @property
+    def reasons(self) -> list[GetCode]:
+        """The outcome of each key: HIT is held."""
+        return self._async.reasons
+
+    @property
+    def prefix(self) -> int:
+        """How many keys from the first on are held."""
+        return self._async.prefix
+
+    @property
+    def ttl(self) -> float:
+        """Seconds that the daemon grants from taking or renewing on; 0 if nothing is held."""
+        return self._async.ttl
+
+    def pages(self) -> Sequence[bytearray | None]:
+        """The raw bytes of each page (a copy over grpc), None where it is not held."""
+        return self._connection._run(self._async.pages())
+
+    def tensors(self) -> list[dict[str, torch.Tensor] | None]:
+        """Each page as its segments by name; see AsyncLease.tensors."""
+        return self._connection._run(self._async.tensors())
+
+    def renew(self, ttl: float = 0.0) -> None:
+        """Moves the deadline to `ttl` seconds from now. Raises LeaseExpired."""
+        self._connection._run(self._async.renew(ttl))
+
+    def release(self) -> None:
+        """Ends the lease. Ending it twice, or after the daemon ended it, is no error."""
+        self._connection._run(self._async.release())

@@ -1,0 +1,120 @@
+"""A put: payload sums from the source bytes, packing if asked for, one outcome a page.
+
+The sum is made here, from the memory the caller passed (or from the one contiguous copy of it),
+before anything is sent; from then on everyone only compares. A page that cannot be packed gets
+NONFINITE and the others go on.
+
+A Writer belongs to one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtier.client.buffers import Rows
+from kvtier.core.page import NO_SUM, Codec, Durability, PageRef, PutCode, Tier
+from kvtier.errors import NonFinite
+from kvtier.packing.checksum import payload_sum
+from kvtier.packing.codec import encode
+from kvtier.packing.layout import Layout
+from kvtier.transfer.planes.deadline import Deadline
+from kvtier.transfer.planes.values import Hints, OpenedNamespace, OutgoingPage, PutReply
+
+__all__ = ["PutOptions", "Writer"]
+
+_CODES = frozenset(map(int, PutCode))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOptions:
+    codec: Codec
+    durability: Durability
+    hints: Hints
+    parent: bytes
+    depth: int
+    is_chain: bool
+
+
+class Writer:
+    """The outcomes of one put while they come in. Every page is UNAVAILABLE until it has one."""
+
+    def __init__(
+        self, layout: Layout, keys: Sequence[bytes], rows: Rows, options: PutOptions
+    ) -> None:
+        self.layout = layout
+        self.keys = keys
+        self.options = options
+        self._rows = rows
+        self.codes = bytearray([PutCode.UNAVAILABLE]) * len(keys)
+        self.refs: list[PageRef | None] = [None] * len(keys)
+
+    def pages(
+        self, indices: Sequence[int], handle: OpenedNamespace, deadline: Deadline, sent: list[int]
+    ) -> Iterator[OutgoingPage]:
+        """The pages of one call, each made when its turn comes; `sent` grows by those that go out.
+
+        Raises DeadlineExceeded between two pages.
+        """
+        for index in indices:
+            deadline.remaining()
+            data = self._rows.direct(index)
+            if data is None:
+                data = self._rows.load(index)
+            page = self._page(index, handle, data)
+            if page is None:
+                self.codes[index] = PutCode.NONFINITE
+            else:
+                sent.append(index)
+                yield page
+
+    def take(self, reply: PutReply, sent: Sequence[int]) -> None:
+        """The daemon's outcome of the pages that went out."""
+        for place, index in enumerate(sent):
+            code = reply.codes[place]
+            self.codes[index] = code if code in _CODES else PutCode.UNAVAILABLE
+            if code == PutCode.STORED and reply.generations[place]:
+                self.refs[index] = PageRef(
+                    reply.boot_id, Tier.HOST, reply.slots[place], reply.generations[place]
+                )
+
+    def fail(self, indices: Sequence[int], code: PutCode) -> None:
+        """The outcome of pages whose call failed; what was refused before sending stays refused."""
+        for index in indices:
+            if self.codes[index] != PutCode.NONFINITE:
+                self.codes[index] = code
+
+    def _page(self, index: int, handle: OpenedNamespace, raw: memoryview) -> OutgoingPage | None:
+        options = self.options
+        raw_sum = self._sum(index, handle, Codec.RAW, raw)
+        data, origin_sum = raw, NO_SUM
+        if options.codec is not Codec.RAW:
+            try:
+                data = encode(options.codec, self.layout, raw).data
+            except NonFinite:
+                return None
+            origin_sum = raw_sum
+        is_first = index == 0 or not options.is_chain
+        return OutgoingPage(
+            key=self.keys[index],
+            codec=options.codec,
+            payload_sum=raw_sum
+            if options.codec is Codec.RAW
+            else self._sum(index, handle, options.codec, data),
+            data=data,
+            origin_sum=origin_sum,
+            lossy=options.codec is not Codec.RAW,
+            parent=options.parent if is_first else self.keys[index - 1],
+            depth=options.depth + (index if options.is_chain else 0),
+        )
+
+    def _sum(self, index: int, handle: OpenedNamespace, codec: Codec, data: memoryview) -> bytes:
+        return payload_sum(
+            data,
+            key=self.keys[index],
+            fingerprint=handle.fingerprint,
+            namespace_generation=handle.generation,
+            shard=self.layout.shard.index,
+            codec=codec,
+            length=len(data),
+        )

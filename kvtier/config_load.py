@@ -1,0 +1,272 @@
+"""Reads the configuration from its sources; `kvtier.config` has the rules."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvtier.config import Config, Setting, settings
+from kvtier.config_kinds import parse_listen
+from kvtier.errors import InvalidConfigValue, UnknownConfigKey
+
+__all__ = ["CONFIG_VARIABLE", "DEFAULT_SOURCE", "Effective", "load"]
+
+#: Names the file when no `--config` is given.
+CONFIG_VARIABLE = "KVTIER_CONFIG"
+DEFAULT_SOURCE = "default"
+
+_PREFIX = "KVTIER_"
+_LINE = re.compile(r"\(at line (\d+)")
+# A Kubernetes Service called "kvtier" puts these into every pod of its namespace.
+_KUBERNETES = re.compile(
+    r"KVTIER_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effective:
+    """The configuration in force and, by key name, which source set each value."""
+
+    config: Config
+    sources: Mapping[str, str]
+
+    def value(self, name: str) -> Any:
+        section, key = name.split(".")
+        return getattr(getattr(self.config, section), key)
+
+    def invalid(self, name: str, reason: str, *, remedy: str) -> InvalidConfigValue:
+        """For a value that proves impossible only in use: an address that is taken, say."""
+        text = settings()[name].kind.to_toml(self.value(name))
+        return InvalidConfigValue(
+            f"{name} = {text} ({self.sources[name]}): {reason}", remedy=remedy
+        )
+
+
+@dataclass(slots=True)
+class _Found:
+    values: dict[str, Any]
+    sources: dict[str, str]
+
+
+def load(
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str],
+    overrides: Sequence[str] = (),
+) -> Effective:
+    """Parse all sources. `overrides` are "section.key=value" texts.
+
+    Raises UnknownConfigKey or InvalidConfigValue; both name key, source and what would be right.
+    """
+    known = settings()
+    found = _Found(
+        values={name: setting.default for name, setting in known.items()},
+        sources=dict.fromkeys(known, DEFAULT_SOURCE),
+    )
+    path = file
+    if path is None and environ.get(CONFIG_VARIABLE):
+        path = Path(environ[CONFIG_VARIABLE])
+    if path is not None:
+        _read_file(path, known, found)
+    _read_environment(environ, known, found)
+    _read_overrides(overrides, known, found)
+    effective = Effective(config=_build(found.values), sources=found.sources)
+    _check_together(effective)
+    return effective
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    default = Config()
+    sections = {}
+    for section in fields(Config):
+        kind = type(getattr(default, section.name))
+        sections[section.name] = kind(
+            **{item.name: values[f"{section.name}.{item.name}"] for item in fields(kind)}
+        )
+    return Config(**sections)
+
+
+def _read_file(path: Path, known: Mapping[str, Setting], found: _Found) -> None:
+    source = f"file {path}"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfigValue(
+            f"{source} cannot be read: {error.strerror}", remedy="Name a readable TOML file."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidConfigValue(
+            f"{source} is not UTF-8 text: {error.reason} at byte {error.start}",
+            remedy="Save the file as UTF-8.",
+        ) from error
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidConfigValue(
+            f"{source}: {_explain_toml(text, str(error))}",
+            remedy="Correct the file; `kvtier config default` prints a valid one.",
+        ) from error
+    sections = {item.name for item in fields(Config)}
+    for section, table in tree.items():
+        if section not in sections:
+            raise _unknown_section(section, table, source, known)
+        if not isinstance(table, dict):
+            raise InvalidConfigValue(
+                f"{section} = {table!r} ({source}): {section} is a section, not a value",
+                remedy=f"Write [{section}] and the keys below it.",
+            )
+        for key, raw in table.items():
+            name = f"{section}.{key}"
+            setting = known.get(name)
+            if setting is None:
+                raise _unknown(name, source, known)
+            if isinstance(raw, dict):
+                raise _invalid(setting, repr(raw), source, "a table where a value belongs")
+            _take(setting, raw, source=source, parse=setting.kind.parse, found=found)
+
+
+def _read_environment(
+    environ: Mapping[str, str], known: Mapping[str, Setting], found: _Found
+) -> None:
+    by_variable = {setting.variable: setting for setting in known.values()}
+    in_kubernetes = re.match(r"(tcp|udp|sctp)://", environ.get("KVTIER_PORT", "")) is not None
+    for variable in sorted(environ):
+        if not variable.upper().startswith(_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        if in_kubernetes and _KUBERNETES.fullmatch(variable):
+            continue
+        setting = by_variable.get(variable)
+        if setting is None:
+            near = _nearest(variable.upper(), [*by_variable, CONFIG_VARIABLE])
+            raise UnknownConfigKey(
+                f"unknown key {variable} (environment); the nearest known one is {near}",
+                remedy=f"Use {near}, or remove {variable} from the environment.",
+            )
+        source = f"environment {variable}"
+        text = environ[variable]
+        _take(setting, text, source=source, parse=setting.kind.parse_text, found=found)
+
+
+def _read_overrides(overrides: Sequence[str], known: Mapping[str, Setting], found: _Found) -> None:
+    seen: dict[str, str] = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        name = name.strip()
+        setting = known.get(name)
+        if setting is None:
+            raise _unknown(name, "--set", known)
+        if not equals:
+            raise _invalid(setting, "", "--set", "no value")
+        if name in seen:
+            raise _invalid(setting, text, "--set", f"given twice, first as {seen[name]!r}")
+        seen[name] = text
+        source = f"--set {name}"
+        _take(setting, text, source=source, parse=setting.kind.parse_text, found=found)
+
+
+def _take(
+    setting: Setting,
+    raw: object,
+    *,
+    source: str,
+    parse: Callable[[Any], Any],
+    found: _Found,
+) -> None:
+    try:
+        value = parse(raw)
+    except ValueError as error:
+        raise _invalid(setting, repr(raw), source, str(error)) from error
+    found.values[setting.name] = value
+    found.sources[setting.name] = source
+
+
+def _check_together(effective: Effective) -> None:
+    """Rules between keys; the error names both, with their sources."""
+    for small, large in (
+        ("limits.lease_ms_default", "limits.lease_ms_max"),
+        ("limits.bytes_per_call_max", "limits.bytes_under_way_max"),
+    ):
+        if effective.value(small) > effective.value(large):
+            raise _conflict(effective, small, f"at most {large}", large)
+    # A message carries a chunk and up to 64 KiB of page announcements.
+    if effective.value("limits.chunk_bytes") + 65_536 > effective.value("limits.message_bytes_max"):
+        raise _conflict(
+            effective,
+            "limits.chunk_bytes",
+            "64 KiB less than limits.message_bytes_max",
+            "limits.message_bytes_max",
+        )
+    paths = [parse_listen(text).path for text in effective.config.daemon.listen]
+    named = [path for path in paths if path is not None]
+    if len(set(named)) != len(named):
+        raise effective.invalid(
+            "daemon.listen", "a socket path is there twice", remedy="Name each socket once."
+        )
+
+
+def _conflict(effective: Effective, name: str, rule: str, other: str) -> InvalidConfigValue:
+    known = settings()
+    other_text = known[other].kind.to_toml(effective.value(other))
+    return effective.invalid(
+        name,
+        f"must be {rule}, which is {other_text} ({effective.sources[other]})",
+        remedy=f"Change {name} or {other}.",
+    )
+
+
+def _invalid(setting: Setting, value: str, source: str, reason: str) -> InvalidConfigValue:
+    return InvalidConfigValue(
+        f"{setting.name} = {value} ({source}): {reason}; allowed: {setting.kind.allowed}",
+        remedy=f"Set {setting.name} to {setting.kind.allowed}.",
+    )
+
+
+def _unknown(name: str, source: str, known: Mapping[str, Setting]) -> UnknownConfigKey:
+    near = _nearest(name, list(known))
+    return UnknownConfigKey(
+        f"unknown key {name} ({source}); the nearest known one is {near}",
+        remedy=f"Use {near}, or remove {name}. `kvtier config default` lists every key.",
+    )
+
+
+def _unknown_section(
+    section: str, table: object, source: str, known: Mapping[str, Setting]
+) -> UnknownConfigKey:
+    if not isinstance(table, dict):
+        inside = [name for name in known if name.endswith(f".{section}")]
+        if inside:
+            return UnknownConfigKey(
+                f"unknown key {section} ({source}); the nearest known one is {inside[0]}",
+                remedy=f"Write {section} below [{inside[0].split('.')[0]}].",
+            )
+        return _unknown(section, source, known)
+    keys = [f"{section}.{key}" for key in table]
+    if keys:
+        return _unknown(keys[0], source, known)
+    near = _nearest(section, [item.name for item in fields(Config)])
+    return UnknownConfigKey(
+        f"unknown section [{section}] ({source}); the nearest known one is [{near}]",
+        remedy=f"Use [{near}], or remove [{section}].",
+    )
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+
+
+def _explain_toml(text: str, message: str) -> str:
+    """tomllib names the line alone; name what stands on it too, a duplicate key above all."""
+    match = _LINE.search(message)
+    lines = text.splitlines()
+    if match is None or not 0 < int(match.group(1)) <= len(lines):
+        return message
+    number = int(match.group(1))
+    line = lines[number - 1].strip()
+    if "Cannot overwrite" in message or "Cannot declare" in message:
+        return f"duplicate key in line {number}: {line[:100]}"
+    return f"{message}: {line[:100]}"

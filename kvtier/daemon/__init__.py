@@ -1,0 +1,1 @@
+"""The service process: owns the tiers of one host and answers for them."""

@@ -1,0 +1,100 @@
+"""Structured logging: one event a line on standard error, as logfmt or JSON, with a stable name.
+
+Every module of kvtier logs as `log.info("daemon.ready", extra={"directory": ...})`: the message is
+the event's name, `extra` its fields. Names are an interface (operators alert on them, tests wait
+for them), so all of them stand in the registry below; a test compares it with the code.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from kvtier.config import LogFormat, LogLevel
+
+__all__ = ["EVENTS", "events_markdown", "setup_logging"]
+
+#: Every event: name -> what it says.
+EVENTS: dict[str, str] = {
+    "daemon.starting": "The process starts.",
+    "daemon.ready": "Self-tests have passed, calls are served.",
+    "daemon.draining": "No new work is taken; what is under way may end.",
+    "daemon.stopped": "The daemon ends in order.",
+    "daemon.degraded": "Something runs in a lesser way than configured; `what` says how.",
+    "daemon.start_failed": "The daemon cannot start; error and remedy are named.",
+    "daemon.crashed": "An unexpected error ends the daemon; the traceback follows.",
+    "config.value": "One value that is not the default, and its source.",
+    "selftest.passed": "One page made a round trip through this tier or plane.",
+    "host.arena.created": "The arena's address space is reserved.",
+    "host.arena.no_huge_pages": "The arena lies in normal pages although huge ones were free.",
+    "host.arena.populate_by_touch": "The kernel has no MADV_POPULATE_WRITE; pages are touched.",
+    "host.arena.populated": "The whole arena is in memory.",
+    "host.arena.degraded": "Populating stopped early; the tier stays smaller.",
+    "host.arena.closed_with_views": "The arena was closed with views of it still in use.",
+    "host.memory.reduced": "Less memory than configured was there at the start.",
+    "session.opened": "A client session began.",
+    "session.closed": "A client session ended, by its client or by its time.",
+    "namespace.opened": "A namespace was made.",
+    "namespace.bumped": "A namespace has a new generation; older pages are misses.",
+    "namespace.deleted": "A namespace and its pages are gone.",
+    "page.corrupt": "A page failed its checksum and was condemned.",
+    "rpc.crashed": "A call met an unexpected error; the traceback follows.",
+    "task.crashed": "A background task met an unexpected error; it goes on.",
+}
+
+_PLAIN = re.compile(r"[^\s\"=\\]+")
+_RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def events_markdown() -> str:
+    """The table of events, for the docs."""
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in EVENTS.items()]
+    return "\n".join(["| event | meaning |", "|---|---|", *rows]) + "\n"
+
+
+def setup_logging(level: LogLevel, style: LogFormat) -> None:
+    """Sends all logging of this process to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if style is LogFormat.JSON else _Logfmt())
+    logging.basicConfig(level=level.value.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    # asyncio's own debug lines are about its internals.
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def _facts(record: logging.LogRecord) -> dict[str, Any]:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    message = record.getMessage()
+    facts: dict[str, Any] = {
+        "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "level": record.levelname.lower(),
+        "event": message if message in EVENTS else "log",
+    }
+    if message not in EVENTS:
+        facts |= {"logger": record.name, "message": message}
+    return facts | {
+        name: value for name, value in vars(record).items() if name not in _RECORD_FIELDS
+    }
+
+
+class _Logfmt(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = " ".join(f"{key}={_quoted(value)}" for key, value in _facts(record).items())
+        return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        facts = _facts(record)
+        if record.exc_info:
+            facts["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(facts, default=str)
+
+
+def _quoted(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -1,0 +1,216 @@
+"""Everything one running daemon is made of, in one object that the services get.
+
+The event loop's thread owns it; the metrics thread reads it (`readings`), and the populate thread
+grants slabs to the store, which has a lock of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+
+from kvtier._version import __version__
+from kvtier.config import Config
+from kvtier.config import Verify as VerifySetting
+from kvtier.core.page import Codec, Tier
+from kvtier.core.store import Counters, Store
+from kvtier.daemon.admission import Admission
+from kvtier.daemon.metrics import Metrics, Samples
+from kvtier.daemon.registry import Registry
+from kvtier.daemon.sessions import Session, Sessions
+from kvtier.daemon.state import DaemonDirectory
+from kvtier.errors import DaemonUnavailable
+from kvtier.packing.record import HEADER_BYTES
+from kvtier.tiers.host import HostArena
+from kvtier.transfer.mover import Place
+from kvtier.transfer.mover import Verify as VerifyMode
+
+__all__ = ["PLANES", "Node", "NodeState", "Parts"]
+
+log = logging.getLogger(__name__)
+
+#: Planes that this version can serve.
+PLANES = ("grpc",)
+
+_VERIFY = {
+    VerifySetting.ALWAYS: VerifyMode.ALWAYS,
+    VerifySetting.SAMPLED: VerifyMode.SAMPLED,
+    VerifySetting.OFF: VerifyMode.OFF,
+}
+
+
+class NodeState(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a node is built from; made and closed by `run`."""
+
+    config: Config
+    boot_id: int
+    directory: DaemonDirectory
+    arena: HostArena
+    store: Store
+
+
+@dataclass(slots=True)
+class DrainRequest:
+    """Set once: when to stop waiting, in monotonic seconds."""
+
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    deadline: float = 0.0
+
+
+class Node:
+    def __init__(self, parts: Parts) -> None:
+        self.config = parts.config
+        self.boot_id = parts.boot_id
+        self.directory = parts.directory
+        self.arena = parts.arena
+        self.store = parts.store
+        limits = self.config.limits
+        self.state = NodeState.STARTING
+        self.started_at = time.monotonic()
+        self.listening: list[str] = []
+        self.metrics_url = ""
+        self.admission = Admission(limits)
+        self.registry = Registry(parts.directory, parts.store, namespaces_max=limits.namespaces_max)
+        self.sessions: Sessions[Place] = Sessions(
+            clock=time.monotonic,
+            ttl_s=limits.session_ttl_s,
+            sessions_max=limits.sessions_max,
+            handles_per_session_max=limits.handles_per_session_max,
+            on_end=self._session_ended,
+        )
+        self.metrics = Metrics(self.readings)
+        self.drain = DrainRequest()
+        #: Calls that carry it are the daemon's own and pass while it is starting.
+        self.self_test_token = secrets.token_hex(16)
+        self._warnings: list[str] = []
+        self._counters_before = Counters()
+
+    # -- limits and settings as the services need them -------------------------------------------
+
+    @property
+    def page_bytes_max(self) -> int:
+        """The longest payload that fits a slab with its header."""
+        return self.arena.slab_bytes - HEADER_BYTES
+
+    @property
+    def verify(self) -> VerifyMode:
+        return _VERIFY[self.config.host.verify]
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return tuple(Codec)
+
+    def lease_s(self, ttl_ms: int) -> float:
+        """The life that a lease gets when `ttl_ms` is asked for (0: the default)."""
+        limits = self.config.limits
+        return min(ttl_ms or limits.lease_ms_default, limits.lease_ms_max) / 1000
+
+    # -- what is said about it ---------------------------------------------------------------------
+
+    @property
+    def warnings(self) -> list[str]:
+        """Everything that runs in a lesser way than configured."""
+        degraded = self.arena.degraded
+        return [*self._warnings, *([f"host tier: {degraded}"] if degraded else [])]
+
+    def warn(self, what: str) -> None:
+        self._warnings.append(what)
+        log.warning("daemon.degraded", extra={"what": what})
+
+    def uptime_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+    def begin_serving(self) -> None:
+        """The self-tests have passed; what they did is not counted."""
+        self._counters_before = self.store.counters()
+        self.metrics.is_counting = True
+        if self.state is NodeState.STARTING:
+            self.state = NodeState.READY
+
+    def counters(self) -> Counters:
+        """The store's totals since READY."""
+        before = asdict(self._counters_before)
+        return Counters(
+            **{name: total - before[name] for name, total in asdict(self.store.counters()).items()}
+        )
+
+    def refuse_unless_serving(self) -> None:
+        """Raises DaemonUnavailable while starting or draining."""
+        if self.state is not NodeState.READY:
+            raise DaemonUnavailable(
+                f"the daemon is {self.state.value}",
+                remedy="Compute the page; try again when the daemon is ready (health SERVING).",
+            )
+
+    def request_drain(self, within_s: float) -> None:
+        """Starts the orderly end, once; the first deadline counts."""
+        if not self.drain.asked.is_set():
+            self.drain.deadline = time.monotonic() + within_s
+            self.state = NodeState.DRAINING
+            self.drain.asked.set()
+
+    def readings(self) -> Mapping[str, Samples]:
+        """Values of all metrics that are read and not counted. Any thread."""
+        counters = self.counters()
+        tier_bytes: dict[tuple[str, ...], float] = {}
+        tier_pages: dict[tuple[str, ...], float] = {}
+        for tier, counts in self.store.status().items():
+            name = tier.name.lower()
+            for kind in ("capacity", "granted", "free", "used", "quarantined"):
+                tier_bytes[name, kind] = getattr(counts, f"{kind}_bytes")
+            for state in ("filling", "sealed", "retiring", "quarantined", "pinned"):
+                tier_pages[name, state] = getattr(counts, state)
+        return {
+            "kvtier_info": {(__version__, str(self.boot_id)): 1},
+            "kvtier_ready": {(): float(self.state is NodeState.READY)},
+            "kvtier_uptime_seconds": {(): self.uptime_s()},
+            "kvtier_degraded": {(): len(self.warnings)},
+            "kvtier_plane_active": {(plane,): 1 for plane in PLANES},
+            "kvtier_rpcs_under_way": {
+                ("call",): self.admission.calls,
+                ("stream",): self.admission.streams,
+            },
+            "kvtier_bytes_under_way": {(): self.admission.bytes},
+            "kvtier_lookup_keys_total": {
+                ("hit",): counters.lookup_hits,
+                ("miss",): counters.lookup_misses,
+            },
+            "kvtier_pages_total": {
+                (name,): getattr(counters, name)
+                for name in ("stored", "evicted", "deleted", "condemned")
+            },
+            "kvtier_refused_commits_total": {
+                ("exists",): counters.exists,
+                ("busy",): counters.busy,
+                ("stale",): counters.stale_commits,
+            },
+            "kvtier_slabs_moved_total": {(): counters.slabs_moved},
+            "kvtier_tier_bytes": tier_bytes,
+            "kvtier_tier_pages": tier_pages,
+            "kvtier_sessions": {(): len(self.sessions)},
+            "kvtier_handles": {(): self.sessions.handle_count},
+            "kvtier_namespaces": {(): len(self.registry)},
+        }
+
+    def host_pages(self) -> int:
+        """Pages that end with this process: sealed in host memory and nowhere else."""
+        return self.store.status()[Tier.HOST].sealed
+
+    def _session_ended(self, session: Session[Place], why: str) -> None:
+        leases = self.store.pins.end_session(session.session_id)
+        log.info(
+            "session.closed",
+            extra={"session": session.session_id, "why": why, "leases": leases},
+        )

@@ -1,0 +1,145 @@
+"""The namespaces of the daemon: core's registry, kept durable and in step with the store.
+
+Order of a change: registry in memory, then on disk, then the store, then the answer. A change that
+cannot be made durable is taken back and raises DirectoryError. Changes come one at a time, and each
+is made whole even when its caller goes away meanwhile. Event loop's thread; the disk's work is done
+on another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from kvtier.core.namespaces import Family, FamilyIdentity, Namespaces, ShardIdentity
+from kvtier.core.store import Store
+from kvtier.daemon.state import DaemonDirectory
+from kvtier.errors import DirectoryError
+
+__all__ = ["Registry"]
+
+T = TypeVar("T")
+
+
+class Registry:
+    def __init__(self, directory: DaemonDirectory, store: Store, *, namespaces_max: int) -> None:
+        self._directory = directory
+        self._store = store
+        self._namespaces_max = namespaces_max
+        self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()
+        #: Every number of this boot, ended ones too: events name them.
+        self._fingerprints: dict[int, bytes] = {}
+        state = directory.load_namespaces()
+        self._namespaces = self._loaded(state) if state else self._empty()
+        for family in self._namespaces.families():
+            self._register(family)
+
+    def __len__(self) -> int:
+        return len(self._namespaces)
+
+    def families(self) -> list[Family]:
+        return self._namespaces.families()
+
+    def fingerprint_of(self, number: int) -> bytes:
+        """The family that has, or had in this boot, this namespace number; b"" for none."""
+        return self._fingerprints.get(number, b"")
+
+    async def open(self, identity: FamilyIdentity, shard: ShardIdentity) -> tuple[Family, bool]:
+        """(family, whether it is new). Raises NamespaceMismatch, LimitExceeded, DirectoryError."""
+        return await self._whole(self._open(identity, shard))
+
+    async def bump(
+        self, fingerprint: bytes, *, expected: int, weights_revision: str, token: bytes
+    ) -> tuple[int, bool]:
+        """(the generation that this token gave, whether it was given now).
+
+        Raises UnknownNamespace, GenerationConflict, DirectoryError.
+        """
+        return await self._whole(
+            self._bump(fingerprint, expected, weights_revision=weights_revision, token=token)
+        )
+
+    async def delete(self, fingerprint: bytes) -> int:
+        """Forgets a namespace; how many pages it had. Raises UnknownNamespace, DirectoryError."""
+        return await self._whole(self._delete(fingerprint))
+
+    async def settle(self) -> None:
+        """Returns when no change is being made."""
+        if self._changes:
+            await asyncio.wait(self._changes)
+
+    async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
+        # A caller that is cancelled half-way must not leave memory, disk and store apart.
+        task = asyncio.ensure_future(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changed)
+        return await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[Any]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller that would have heard of it may be gone
+
+    async def _open(self, identity: FamilyIdentity, shard: ShardIdentity) -> tuple[Family, bool]:
+        async with self._changing:
+            is_new = self._namespaces.is_new(identity.fingerprint)
+            before = self._namespaces.to_state()
+            known = set() if is_new else set(self._namespaces.get(identity.fingerprint).shards)
+            family = self._namespaces.open(identity, shard)
+            if is_new or shard.index not in known:
+                await self._save(before)
+            if is_new:
+                self._register(family)
+            return family, is_new
+
+    async def _bump(
+        self, fingerprint: bytes, expected: int, *, weights_revision: str, token: bytes
+    ) -> tuple[int, bool]:
+        async with self._changing:
+            before = self._namespaces.to_state()
+            family, ended = self._namespaces.bump(
+                fingerprint, expected=expected, weights_revision=weights_revision, token=token
+            )
+            if ended is None:
+                return family.tokens[token], False
+            await self._save(before)
+            self._store.end_namespace(ended)
+            self._register(family)
+            return family.generation, True
+
+    async def _delete(self, fingerprint: bytes) -> int:
+        async with self._changing:
+            before = self._namespaces.to_state()
+            number = self._namespaces.delete(fingerprint)
+            await self._save(before)
+            pages = self._store.pages_in(number)
+            self._store.end_namespace(number)
+            return pages
+
+    async def _save(self, before: dict[str, Any]) -> None:
+        state = self._namespaces.to_state()
+        try:
+            await asyncio.to_thread(self._directory.save_namespaces, state)
+        except DirectoryError:
+            self._namespaces = self._loaded(before)
+            raise
+
+    def _register(self, family: Family) -> None:
+        self._fingerprints[family.number] = family.identity.fingerprint
+        self._store.open_namespace(family.number, family.identity.shard_count)
+
+    def _empty(self) -> Namespaces:
+        return Namespaces(namespaces_max=self._namespaces_max)
+
+    def _loaded(self, state: dict[str, Any]) -> Namespaces:
+        namespaces = self._empty()
+        try:
+            namespaces.load_state(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DirectoryError(
+                f"the namespaces in {self._directory.path} make no sense: {error}",
+                remedy="Name a new daemon.directory (every cached page is then a miss).",
+            ) from error
+        return namespaces

@@ -1,0 +1,90 @@
+"""Small state files that are either the old or the new version, whole, or an error.
+
+    magic 8 | kind 8 | payload length u64le | xxh3-128 of everything else 16 | payload
+
+A file is replaced by writing `NAME.tmp`, syncing it, renaming it and syncing the directory: when
+`write_sealed` returns, the new version survives a power cut. No locks; one writer a directory.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import xxhash
+
+from kvtier.errors import DirectoryError
+
+__all__ = ["TEMPORARY_SUFFIX", "read_sealed", "write_sealed"]
+
+TEMPORARY_SUFFIX = ".tmp"
+
+_MAGIC = b"KVTSEAL\x01"
+_HEAD = struct.Struct("<8s8sQ16s")
+
+
+def write_sealed(path: Path, kind: bytes, payload: bytes) -> None:
+    """Durably replaces the file. Raises DirectoryError when the file system refuses."""
+    blob = _HEAD.pack(_MAGIC, kind, len(payload), _sum(kind, payload)) + payload
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            written = 0
+            while written < len(blob):
+                written += os.write(fd, blob[written:])
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise DirectoryError(
+            f"{path} cannot be written: {error.strerror}",
+            remedy="Make room, and check that the daemon's user may write there.",
+        ) from error
+
+
+def read_sealed(path: Path, kind: bytes) -> bytes | None:
+    """The payload, or None when there is no such file. Raises DirectoryError for anything amiss."""
+    try:
+        blob = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DirectoryError(
+            f"{path} cannot be read: {error.strerror}",
+            remedy="Check the disk; nothing was changed.",
+        ) from error
+    if len(blob) < _HEAD.size:
+        raise _corrupt(path, f"{len(blob)} bytes, too short for its header")
+    magic, found_kind, length, total = _HEAD.unpack_from(blob)
+    payload = blob[_HEAD.size :]
+    if magic != _MAGIC or found_kind.rstrip(b"\0") != kind:
+        raise _corrupt(path, "not a file of this kind")
+    if length != len(payload):
+        raise _corrupt(path, f"{len(payload)} bytes of payload where {length} belong")
+    if total != _sum(kind, payload):
+        raise _corrupt(path, "its checksum does not match")
+    return payload
+
+
+def _sum(kind: bytes, payload: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(kind.ljust(8, b"\0") + struct.pack("<Q", len(payload)) + payload)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _corrupt(path: Path, what: str) -> DirectoryError:
+    return DirectoryError(
+        f"{path} is damaged: {what}",
+        remedy="Restore it from a copy, or start with a new, empty daemon.directory "
+        "(every cached page is then a miss).",
+    )

@@ -1,0 +1,97 @@
+"""The Watch stream: a snapshot of what is there, then every change. Event loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from kvtier.core.events import EventKind, Residency, WatcherBehind
+from kvtier.core.page import KEY_BYTES
+from kvtier.daemon.node import Node
+from kvtier.errors import Busy, DeadlineExceeded
+from kvtier.v1 import pages_pb2 as pb
+
+__all__ = ["watch"]
+
+#: How long a change may wait before watchers hear of it.
+_POLL_S = 0.02
+_EVENTS_PER_TURN = 1024
+#: Keys in one event, so that a message stays far below what stock clients take.
+_KEYS_PER_EVENT = 16_384
+
+
+async def watch(node: Node, request: pb.WatchRequest, context: Any) -> None:
+    """Ends with Busy when the watcher falls behind, DaemonUnavailable when the daemon drains."""
+    sequence, snapshot = node.store.watching.start()
+    try:
+        sender = _Sender(node, request.fingerprint, context)
+        for event in snapshot:
+            await sender.send(event)
+        await sender.snapshot_end(sequence)
+        while True:
+            node.refuse_unless_serving()
+            events = node.store.watching.since(sequence, _EVENTS_PER_TURN)
+            for event in events:
+                await sender.send(event)
+            if events:
+                sequence = events[-1].sequence
+            else:
+                await asyncio.sleep(_POLL_S)
+    except WatcherBehind as error:
+        raise Busy(
+            f"the watcher fell behind: {error} (limits.watch_events_max)",
+            remedy="Watch again: it begins with a snapshot.",
+        ) from error
+    finally:
+        node.store.watching.stop()
+
+
+class _Sender:
+    def __init__(self, node: Node, fingerprint: bytes, context: Any) -> None:
+        self._node = node
+        self._fingerprint = fingerprint
+        self._context = context
+        self._idle_s = node.config.limits.get_idle_ms / 1000
+
+    async def send(self, event: Residency) -> None:
+        fingerprint = self._node.registry.fingerprint_of(event.namespace)
+        # b"": the self-test's namespace, which is nobody's business.
+        if not fingerprint or self._fingerprint not in (b"", fingerprint):
+            return
+        for keys in _pieces(event.keys):
+            await self._write(
+                pb.WatchEvent(
+                    epoch=self._node.boot_id,
+                    sequence=event.sequence,
+                    kind=int(event.kind),  # type: ignore[arg-type]
+                    tier=int(event.tier or 0),  # type: ignore[arg-type]
+                    fingerprint=fingerprint,
+                    shard=event.shard,
+                    keys=keys,
+                )
+            )
+
+    async def snapshot_end(self, sequence: int) -> None:
+        await self._write(
+            pb.WatchEvent(
+                epoch=self._node.boot_id,
+                sequence=sequence,
+                kind=int(EventKind.SNAPSHOT_END),  # type: ignore[arg-type]
+            )
+        )
+
+    async def _write(self, event: pb.WatchEvent) -> None:
+        try:
+            async with asyncio.timeout(self._idle_s):
+                await self._context.write(event)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the watcher took nothing for {self._idle_s:g} s (limits.get_idle_ms)",
+                remedy="Read without long pauses, or raise limits.get_idle_ms.",
+            ) from None
+
+
+def _pieces(keys: bytes) -> Iterable[bytes]:
+    step = _KEYS_PER_EVENT * KEY_BYTES
+    return (keys[at : at + step] for at in range(0, max(len(keys), 1), step))

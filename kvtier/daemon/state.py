@@ -1,0 +1,207 @@
+"""The daemon directory: who owns it, which generations are spent, which namespaces there are.
+
+    lock         flock of the running daemon; its pid as text
+    format       the directory's version; written last, so its presence says that the rest is there
+    generations  the bound below which generations may have been used
+    namespaces   the registry of namespaces, as core gives it
+
+A generation bound is durable before any generation below it is used, and a restart begins at the
+bound, so that no generation is ever used twice, whenever the process is killed. A damaged or
+missing file is an error: starting from zero would repeat generations. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from kvtier.daemon.sealed_file import TEMPORARY_SUFFIX, read_sealed, write_sealed
+from kvtier.errors import DirectoryError
+
+__all__ = ["FORMAT_VERSION", "DaemonDirectory", "new_boot_id", "open_directory"]
+
+FORMAT_VERSION = 1
+
+_FORMAT = "format"
+_GENERATIONS = "generations"
+_NAMESPACES = "namespaces"
+_LOCK = "lock"
+_OURS = frozenset((_FORMAT, _GENERATIONS, _NAMESPACES, _LOCK))
+
+
+def new_boot_id() -> int:
+    """Names this life of the daemon: random, 63 bits, never 0."""
+    return secrets.randbelow(2**63 - 1) + 1
+
+
+class DaemonDirectory:
+    """An open, locked daemon directory. Close it last: the lock keeps other daemons away."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self._lock_fd = lock_fd
+        self._bound = 0
+
+    @property
+    def generation_bound(self) -> int:
+        """Generations up to this one may have been used; begin above."""
+        return self._bound
+
+    def journal_generations(self, bound: int) -> None:
+        """Makes `bound` durable. Raises DirectoryError, and then nothing up to it may be used."""
+        if bound <= self._bound:
+            raise ValueError(f"generation bound {bound} does not rise above {self._bound}")
+        write_sealed(self.path / _GENERATIONS, b"gens", bound.to_bytes(8, "little"))
+        self._bound = bound
+
+    def save_namespaces(self, state: dict[str, Any]) -> None:
+        """Makes the registry durable before it returns."""
+        write_sealed(self.path / _NAMESPACES, b"names", msgpack.packb(state, use_bin_type=True))
+
+    def load_namespaces(self) -> dict[str, Any]:
+        payload = read_sealed(self.path / _NAMESPACES, b"names")
+        if payload is None:
+            raise _missing(self.path, _NAMESPACES)
+        return _unpack_namespaces(self.path, payload)
+
+    def close(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def __enter__(self) -> DaemonDirectory:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _prepare(self) -> None:
+        """Checks every file, or makes them in a new directory."""
+        for leftover in self.path.glob(f"*{TEMPORARY_SUFFIX}"):
+            if leftover.name.removesuffix(TEMPORARY_SUFFIX) in _OURS:
+                leftover.unlink()
+        version = read_sealed(self.path / _FORMAT, b"format")
+        generations = read_sealed(self.path / _GENERATIONS, b"gens")
+        namespaces = read_sealed(self.path / _NAMESPACES, b"names")
+        if version is None:
+            self._make_new(generations, namespaces)
+            return
+        if version != FORMAT_VERSION.to_bytes(4, "little"):
+            raise DirectoryError(
+                f"{self.path} has format version {int.from_bytes(version, 'little')}, "
+                f"this daemon knows version {FORMAT_VERSION}",
+                remedy="Start the version of kvtier that wrote it, or name a new daemon.directory.",
+            )
+        if generations is None or len(generations) != 8:
+            raise _missing(self.path, _GENERATIONS)
+        if namespaces is None:
+            raise _missing(self.path, _NAMESPACES)
+        self._bound = int.from_bytes(generations, "little")
+        _unpack_namespaces(self.path, namespaces)
+
+    def _make_new(self, generations: bytes | None, namespaces: bytes | None) -> None:
+        # A start that was cut short leaves the two files below in their first state, and no format.
+        strangers = sorted(item.name for item in self.path.iterdir() if item.name not in _OURS)
+        if strangers:
+            raise DirectoryError(
+                f"{self.path} is not a daemon directory and not empty ({strangers[0]} is there)",
+                remedy="Name an empty or new daemon.directory.",
+            )
+        if generations not in (None, bytes(8)) or namespaces not in (None, msgpack.packb({})):
+            raise _missing(self.path, _FORMAT)
+        write_sealed(self.path / _GENERATIONS, b"gens", bytes(8))
+        write_sealed(self.path / _NAMESPACES, b"names", msgpack.packb({}))
+        write_sealed(self.path / _FORMAT, b"format", FORMAT_VERSION.to_bytes(4, "little"))
+
+
+def open_directory(path: Path) -> DaemonDirectory:
+    """Makes or opens the directory and locks it.
+
+    Raises DirectoryError: locked by another daemon (its pid is named), open to other users, of
+    another version, damaged, or not a daemon directory.
+    """
+    try:
+        _make_private(path)
+        lock_fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise DirectoryError(
+            f"{path} cannot be used: {error.strerror}",
+            remedy="Name a daemon.directory that the daemon's user can make and write.",
+        ) from error
+    directory = DaemonDirectory(path, lock_fd)
+    try:
+        _lock(path, lock_fd)
+        directory._prepare()
+    except DirectoryError:
+        directory.close()
+        raise
+    except OSError as error:
+        directory.close()
+        raise DirectoryError(
+            f"{path} cannot be used: {error.strerror}", remedy="Check the disk."
+        ) from error
+    return directory
+
+
+def _make_private(path: Path) -> None:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+        path.chmod(0o700)  # whatever the umask took away
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise DirectoryError(f"{path} is not a directory", remedy="Name another daemon.directory.")
+    if found.st_uid != os.geteuid():
+        raise DirectoryError(
+            f"{path} belongs to uid {found.st_uid}, the daemon runs as uid {os.geteuid()}",
+            remedy="Run the daemon as the owner, or name another daemon.directory.",
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise DirectoryError(
+            f"{path} is open to other users (mode {mode:04o})",
+            remedy=f"chmod 700 {path}",
+        )
+
+
+def _lock(path: Path, lock_fd: int) -> None:
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        pid = os.pread(lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        raise DirectoryError(
+            f"{path} is in use by the daemon with pid {pid}",
+            remedy="Stop that daemon, or name another daemon.directory.",
+        ) from error
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+
+
+def _unpack_namespaces(path: Path, payload: bytes) -> dict[str, Any]:
+    try:
+        state = msgpack.unpackb(payload, raw=False, strict_map_key=False)
+    except ValueError as error:
+        raise DirectoryError(
+            f"{path / _NAMESPACES} cannot be read: {error}",
+            remedy="Name a new daemon.directory (every cached page is then a miss).",
+        ) from error
+    if not isinstance(state, dict):
+        raise DirectoryError(
+            f"{path / _NAMESPACES} does not hold a registry",
+            remedy="Name a new daemon.directory (every cached page is then a miss).",
+        )
+    return state
+
+
+def _missing(path: Path, name: str) -> DirectoryError:
+    return DirectoryError(
+        f"{path / name} is missing although the directory was in use",
+        remedy="Restore it from a copy, or start with a new, empty daemon.directory "
+        "(every cached page is then a miss).",
+    )

@@ -1,0 +1,1 @@
+"""How pages move: the wire, the planes and the mover that verifies what passes."""

@@ -1,0 +1,96 @@
+"""What every plane does, whatever carries its bytes.
+
+A plane moves bytes and codes; it decides nothing about pages. It raises KvtierError alone, keeps
+the deadline it is given (a call returns soon after it, also when the other side has stopped),
+repeats nothing by itself, and holds no reference to a caller's buffer once a call has returned or
+raised.
+
+A plane belongs to one event loop: all methods are called there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kvtier.transfer.planes.deadline import Deadline
+from kvtier.transfer.planes.values import (
+    Capabilities,
+    GetQuery,
+    Hints,
+    LookupReply,
+    NamespaceRequest,
+    OpenedNamespace,
+    OutgoingPage,
+    PageSink,
+    PinReply,
+    PutOpening,
+    PutReply,
+    Status,
+)
+
+__all__ = ["Plane"]
+
+
+class Plane(Protocol):
+    """`name` is what status and metrics call it; `keys` are 32 bytes each."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def open_namespace(
+        self, request: NamespaceRequest, deadline: Deadline
+    ) -> OpenedNamespace:
+        """Raises LayoutError, NamespaceMismatch, UnknownHandle (the session), LimitExceeded."""
+
+    async def close_session(self, session_id: int, deadline: Deadline) -> None: ...
+
+    async def lookup(
+        self, handle: int, keys: Sequence[bytes], hints: Hints, deadline: Deadline
+    ) -> LookupReply: ...
+
+    async def get(self, query: GetQuery, sink: PageSink, deadline: Deadline) -> None:
+        """Delivers to `sink`. When it raises, pages that were completed before stay so."""
+
+    async def put(
+        self, opening: PutOpening, pages: Iterable[OutgoingPage], deadline: Deadline
+    ) -> PutReply:
+        """Takes `pages` one at a time as they are sent. When it raises, nothing is known of any
+        page.
+        """
+
+    async def delete(self, handle: int, keys: Sequence[bytes], deadline: Deadline) -> bytes:
+        """DeleteCodes"""
+
+    async def pin(
+        self, handle: int, keys: Sequence[bytes], ttl_ms: int, deadline: Deadline
+    ) -> PinReply: ...
+
+    async def renew(
+        self, session_id: int, lease_ids: Sequence[int], ttl_ms: int, deadline: Deadline
+    ) -> bytes:
+        """LeaseCodes"""
+
+    async def unpin(self, session_id: int, lease_ids: Sequence[int], deadline: Deadline) -> bytes:
+        """LeaseCodes"""
+
+    async def bump(
+        self,
+        fingerprint: bytes,
+        *,
+        expected: int,
+        weights_revision: str,
+        token: bytes,
+        deadline: Deadline,
+    ) -> int:
+        """The new generation. Raises GenerationConflict, UnknownNamespace."""
+
+    async def delete_namespace(self, fingerprint: bytes, deadline: Deadline) -> int:
+        """Pages deleted. Raises UnknownNamespace."""
+
+    async def capabilities(self, deadline: Deadline) -> Capabilities: ...
+
+    async def status(self, deadline: Deadline) -> Status: ...
+
+    async def close(self) -> None:
+        """Ends calls under way with ClientClosed. Closing twice is no error."""

@@ -1,0 +1,227 @@
+"""What goes into and comes out of a plane: plain values, so that a plane need not know protobuf.
+
+Outcomes of a batch are `bytes`, one code an item in request order (every code is below 128): a
+batch of thousands of keys is then searched and counted without making an object a key. Values that
+are made once a page are named tuples, which cost a fifth of a frozen dataclass to make.
+
+Immutable: usable from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvtier.core.page import NO_SUM, Codec, Durability, Tier
+from kvtier.packing.layout import Layout
+
+__all__ = [
+    "AnnouncedPage",
+    "Capabilities",
+    "GetQuery",
+    "Hints",
+    "LookupReply",
+    "NamespaceRequest",
+    "NamespaceStatus",
+    "OpenedNamespace",
+    "OutgoingPage",
+    "PageSink",
+    "PinReply",
+    "PutOpening",
+    "PutReply",
+    "SessionStatus",
+    "Status",
+    "TierStatus",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hints:
+    """What travels with a call and changes nothing of its answer."""
+
+    session: str = ""
+    ttl_ms: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceRequest:
+    """`session_id` 0 opens a session. `fingerprint` is the caller's own; the daemon refuses
+    another.
+    """
+
+    session_id: int
+    tenant: str
+    salt: bytes
+    layout: Layout
+    client_name: str
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedNamespace:
+    """A handle, bound for life to this boot and this namespace generation."""
+
+    session_id: int
+    handle: int
+    boot_id: int
+    fingerprint: bytes
+    generation: int
+    raw_bytes: int
+    fp8_bytes: int
+
+
+class LookupReply(NamedTuple):
+    codes: bytes
+    tiers: bytes  # Tier numbers, 0 where there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetQuery:
+    handle: int
+    keys: Sequence[bytes]
+    accept: tuple[Codec, ...]
+    lossy_ok: bool
+    hints: Hints
+
+
+class AnnouncedPage(NamedTuple):
+    """One page of a get's answer, before its bytes. Only a HIT has bytes."""
+
+    code: int
+    tier: int
+    codec: int
+    lossy: bool
+    length: int
+    payload_sum: bytes
+    origin_sum: bytes
+    slot: int
+    generation: int
+
+
+class PageSink(Protocol):
+    """Where a get delivers. Called by one task, in key order for each method; must not block."""
+
+    def announce(self, index: int, page: AnnouncedPage) -> None:
+        """The outcome of key `index`. Called once for every key."""
+
+    def begin(self, index: int) -> memoryview | None:
+        """Where the bytes of page `index`, a hit, go; None drops them. Called at its first byte."""
+
+    def complete(self, index: int) -> None:
+        """All bytes of page `index` are where `begin` said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOpening:
+    """`message_bytes_max` is what the daemon takes in one message."""
+
+    handle: int
+    message_bytes_max: int
+    durability: Durability
+    hints: Hints
+
+
+class OutgoingPage(NamedTuple):
+    """One page of a put: what its maker says about it, and its payload (contiguous)."""
+
+    key: bytes
+    codec: Codec
+    payload_sum: bytes
+    data: memoryview
+    origin_sum: bytes = NO_SUM
+    lossy: bool = False
+    parent: bytes = b""
+    depth: int = 0
+
+
+class PutReply(NamedTuple):
+    codes: bytes
+    boot_id: int
+    slots: Sequence[int]
+    generations: Sequence[int]
+
+
+class PinReply(NamedTuple):
+    """`lease_id` 0: nothing was there to pin."""
+
+    lease_id: int
+    codes: bytes
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Every limit a client must keep, and what this daemon can do."""
+
+    version: str
+    record_version: int
+    tiers: tuple[Tier, ...]
+    codecs: tuple[Codec, ...]
+    planes: tuple[str, ...]
+    page_bytes_max: int
+    keys_per_call_max: int
+    pages_per_put_max: int
+    bytes_per_call_max: int
+    message_bytes_max: int
+    chunk_bytes: int
+    lease_s_default: float
+    lease_s_max: float
+    session_ttl_s: float
+    sessions_max: int
+    namespaces_max: int
+    methods: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStatus:
+    """Counts of one tier, taken together."""
+
+    tier: Tier
+    capacity_bytes: int
+    ready_bytes: int
+    used_bytes: int
+    pages_filling: int
+    pages_sealed: int
+    pages_retiring: int
+    pages_quarantined: int
+    pages_pinned: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceStatus:
+    fingerprint: bytes
+    tenant: str
+    model_id: str
+    weights_revision: str
+    generation: int
+    shard_count: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionStatus:
+    session_id: int
+    client_name: str
+    idle_s: float
+    handles: int
+    leases: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """One consistent picture of a daemon. `state` is "starting", "ready" or "draining"."""
+
+    version: str
+    state: str
+    boot_id: int
+    uptime_s: float
+    directory: str
+    listen: tuple[str, ...]
+    planes: tuple[str, ...]
+    tiers: tuple[TierStatus, ...]
+    namespaces: tuple[NamespaceStatus, ...]
+    sessions: tuple[SessionStatus, ...]
+    counters: dict[str, int]
+    warnings: tuple[str, ...]

@@ -1,0 +1,254 @@
+"""The command line: what it prints, where errors go, and with which code it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import EntryPoint
+
+import pytest
+
+import kvtier.cli
+from kvtier._version import __version__
+from kvtier.errors import UnknownConfigKey
+
+COMMANDS = ("serve", "status", "put", "get", "doctor", "config", "metrics")
+
+
+def failed(result: subprocess.CompletedProcess[str], code: int) -> str:
+    """The error line of a command that must fail in two lines."""
+    assert result.returncode == code, result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2, result.stderr
+    assert lines[0].startswith("error: ")
+    assert lines[1].startswith("remedy: ")
+    assert result.stdout == ""
+    return lines[0]
+
+
+# -- help and errors ------------------------------------------------------------------------------
+
+
+def test_help_lists_the_commands(kvtier):
+    result = kvtier("--help")
+    assert result.returncode == 0
+    for name in COMMANDS:
+        assert f"\n    {name} " in result.stdout
+        assert kvtier(name, "--help").returncode == 0, name
+
+
+def test_version(kvtier):
+    assert kvtier("--version").stdout == f"kvtier {__version__}\n"
+
+
+def test_no_command_and_a_wrong_one(kvtier):
+    assert kvtier().returncode == 2
+    assert "invalid choice: 'stauts'" in kvtier("stauts").stderr
+
+
+def test_help_loads_no_daemon_and_no_grpc():
+    code = (
+        "import sys, kvtier.cli\n"
+        "kvtier.cli.main(['config', 'show'])\n"
+        "heavy = {'grpc', 'google.protobuf', 'torch', 'numpy', 'kvtier.daemon'}\n"
+        "found = heavy & set(sys.modules)\n"
+        "sys.exit(f'loaded: {found}' if found else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_ctrl_c_is_clean(monkeypatch):
+    def interrupted(_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvtier.cli.config_command._show", interrupted)
+    assert kvtier.cli.main(["config", "show"]) == 130
+
+
+def test_a_reader_that_goes_away_is_clean():
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [sys.executable, "-m", "kvtier", "config", "default"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (141, "")
+
+
+def test_foreign_commands(monkeypatch, capsys):
+    def register(commands) -> None:
+        parser = commands.add_parser("greet")
+        parser.set_defaults(run=lambda arguments: 7)
+
+    class Loaded:
+        name = "greet"
+
+        def load(self):
+            return register
+
+    broken = EntryPoint("broken", "no_such_package_at_all:register", "kvtier.commands")
+    monkeypatch.setattr("kvtier.cli.entry_points", lambda group: [Loaded(), broken])
+    assert kvtier.cli.main(["greet"]) == 7
+    with pytest.raises(SystemExit) as caught:
+        kvtier.cli.main(["broken"])
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert "kvtier broken cannot be loaded" in said
+    assert "remedy: " in said
+    assert kvtier.cli.main(["config", "default"]) == 0, "others are not held up"
+
+
+# -- config ---------------------------------------------------------------------------------------
+
+
+def test_config_default_checks(kvtier, tmp_path):
+    file = tmp_path / "kvtier.toml"
+    file.write_text(kvtier("config", "default").stdout)
+    result = kvtier("config", "check", str(file), env={"KVTIER_NONSENSE": "1"})
+    assert (result.returncode, result.stdout) == (0, f"{file}: ok\n")
+
+
+def test_config_show(kvtier, tmp_path):
+    file = tmp_path / "kvtier.toml"
+    file.write_text("[host]\nbytes = '2GiB'\n")
+    words = ("config", "show", "--config", str(file), "--set", "host.verify=off", "--json")
+    result = kvtier(*words, env={"KVTIER_DAEMON__LOG_LEVEL": "debug"})
+    shown = json.loads(result.stdout)
+    assert shown["host.bytes"] == {"value": '"2GiB"', "source": f"file {file}"}
+    assert shown["host.verify"] == {"value": '"off"', "source": "--set host.verify"}
+    assert shown["daemon.log_level"]["source"] == "environment KVTIER_DAEMON__LOG_LEVEL"
+
+
+@pytest.mark.parametrize("command", ["serve", "status", "doctor"])
+def test_a_wrong_key_stops_every_command(kvtier, command):
+    assert "nearest known one is host.bytes" in failed(kvtier(command, "--set", "host.byte=1"), 2)
+    said = failed(kvtier(command, env={"KVTIER_HOST_BYTES": "1"}), 2)
+    assert "KVTIER_HOST__BYTES" in said
+
+
+def test_config_check_names_the_mistake(kvtier, tmp_path):
+    file = tmp_path / "kvtier.toml"
+    file.write_text("[host]\nbytes = 'banana'\n")
+    assert "host.bytes = 'banana'" in failed(kvtier("config", "check", str(file)), 2)
+    assert "No such file" in failed(kvtier("config", "check", str(tmp_path / "no")), 2)
+
+
+def test_errors_in_process(capsys, monkeypatch):
+    monkeypatch.setenv("KVTIER_HOST__BYTE", "1")
+    assert kvtier.cli.main(["config", "show"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: unknown key KVTIER_HOST__BYTE (environment)")
+    assert UnknownConfigKey.__name__ not in said
+
+
+# -- status, put, get -----------------------------------------------------------------------------
+
+
+def test_status_of_a_daemon(kvtier, daemon):
+    text = kvtier("status", "--url", daemon.url).stdout
+    assert text.startswith(f"kvtier {__version__}: ready, up ")
+    assert str(daemon.directory) in text
+    assert "\nhost  16MiB     100 %  0 %" in text
+    found = json.loads(kvtier("status", "--url", daemon.url, "--json").stdout)
+    assert found["state"] == "ready"
+    assert found["tiers"][0]["capacity_bytes"] == 16 << 20
+
+
+def test_the_url_comes_from_the_configuration(kvtier, daemon):
+    env = {"KVTIER_DAEMON__LISTEN": daemon.url}
+    assert kvtier("status", env=env).returncode == 0
+
+
+def test_nobody_there(kvtier, tmp_path):
+    began = time.monotonic()
+    failed(kvtier("status", "--url", f"unix://{tmp_path}/none"), 1)
+    assert time.monotonic() - began < 10
+    assert "scheme" in failed(kvtier("status", "--url", "http://127.0.0.1:1"), 2)
+
+
+@pytest.mark.parametrize("length", [0, 1, 1008, 1009, 5_000_000])
+def test_a_file_through_the_cache(kvtier, daemon, tmp_path, length):
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(os.urandom(length))
+    place = ("--url", daemon.url, "--key-of", "the file", "--page-bytes", "64KiB")
+    if length < 2000:
+        place = (*place[:-1], "1KiB")
+    put = kvtier("put", *place, str(source))
+    assert put.returncode == 0, put.stderr
+    assert put.stderr.startswith("stored ")
+    assert kvtier("put", *place, str(source)).stderr.startswith("exists ")
+    got = kvtier("get", *place, "-o", str(target))
+    assert (got.returncode, got.stdout, got.stderr) == (0, "", "")
+    assert target.read_bytes() == source.read_bytes()
+    other = kvtier("get", *place, "--tenant", "somebody", "-o", str(tmp_path / "none"))
+    assert other.returncode == 1
+    assert other.stderr.startswith("miss: ")
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_get_to_standard_output_by_hexadecimal_key(kvtier, daemon, tmp_path):
+    source = tmp_path / "in"
+    source.write_text("hello\n")
+    place = ("--url", daemon.url, "--key", "ab" * 32)
+    assert kvtier("put", *place, str(source)).returncode == 0
+    assert kvtier("get", *place).stdout == "hello\n"
+
+
+def test_wrong_arguments_of_put(kvtier, tmp_path):
+    file = str(tmp_path / "none")
+    assert "64 hexadecimal digits" in kvtier("put", "--key", "xyz", file).stderr
+    assert "no unit of size" in kvtier("put", "--key-of", "x", "--page-bytes", "1X", file).stderr
+    assert (
+        "multiple of 1 KiB" in kvtier("put", "--key-of", "x", "--page-bytes", "1025", file).stderr
+    )
+    assert file in failed(kvtier("put", "--key-of", "x", file), 2)
+
+
+# -- doctor, serve --------------------------------------------------------------------------------
+
+
+def test_doctor(kvtier, daemon, tmp_path):
+    words = ("--url", daemon.url, "--set", "host.bytes=64MiB")
+    words = (*words, "--set", f"daemon.directory={tmp_path / 'state'}")
+    result = kvtier("doctor", *words, "--json")
+    findings = {item["check"]: item for item in json.loads(result.stdout)}
+    assert result.returncode == 0, result.stdout
+    expected = {"python", "torch", "numba", "memfd", "populate", "hugepages", "memory", "/dev/shm",
+                "open files", "directory", "daemon", "clock"}  # fmt: skip
+    assert set(findings) == expected
+    for item in findings.values():
+        assert item["grade"] in ("ok", "warn", "fail")
+        assert item["found"]
+        assert bool(item["remedy"]) == (item["grade"] != "ok"), item
+    assert findings["daemon"]["grade"] == "ok"
+    assert "kvtier" in kvtier("doctor", *words).stdout
+
+
+def test_doctor_finds_what_is_wrong(kvtier, tmp_path):
+    state = tmp_path / "state"
+    state.mkdir()
+    state.chmod(0o755)
+    result = kvtier(
+        "doctor", "--json", "--url", f"unix://{tmp_path}/none", "--set", "host.bytes=60TiB",
+        "--set", f"daemon.directory={state}",
+    )  # fmt: skip
+    findings = {item["check"]: item for item in json.loads(result.stdout)}
+    assert result.returncode == 1
+    assert findings["memory"]["grade"] == "fail"
+    assert findings["directory"]["remedy"] == f"chmod 700 {state}"
+    assert findings["daemon"]["grade"] == "warn"
+    assert state.exists()
+    assert not list(state.iterdir()), "doctor changes nothing"
+
+
+def test_ctrl_c_drains_serve(daemon):
+    daemon.signal(signal.SIGINT)
+    assert daemon.wait() == 0

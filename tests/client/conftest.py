@@ -1,0 +1,66 @@
+"""A daemon that is a dict, a layout, and a connection to it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import kvtier
+from tests.client.fake_daemon import FakeDaemon
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    made = FakeDaemon(tmp_path / "d.sock")
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def layout():
+    """Pages of 4 tokens, 1,024 bytes of bfloat16: k and v of 2 layers, 2 heads, 16 numbers."""
+    return kvtier.Layout.from_segments(
+        [
+            kvtier.Segment(
+                name=name,
+                role=role,
+                dtype="bfloat16",
+                layers=2,
+                heads=2,
+                dim=16,
+                scale_rule=kvtier.ScaleRule.LAYER_HEAD,
+            )
+            for name, role in (("k", kvtier.Role.KEY), ("v", kvtier.Role.VALUE))
+        ],
+        model_id="m",
+        revision="r1",
+        page_tokens=4,
+        kv_compute="bfloat16",
+    )
+
+
+@pytest.fixture
+def kv(daemon):
+    with kvtier.connect(daemon.url, deadline=5.0) as connection:
+        yield connection
+
+
+@pytest.fixture
+def ns(kv, layout):
+    return kv.namespace(layout)
+
+
+@pytest.fixture
+def make_pages(layout):
+    """n different pages as bytes, finite as bfloat16."""
+
+    def make(count, seed=0):
+        rng = random.Random(seed)
+        numbers = [0x3F80 + rng.randrange(64) for _ in range(count * layout.raw_bytes // 2)]
+        data = b"".join(number.to_bytes(2, "little") for number in numbers)
+        size = layout.raw_bytes
+        return [data[at : at + size] for at in range(0, len(data), size)]
+
+    return make

@@ -1,0 +1,176 @@
+"""Names that operators rely on: every event and every metric stands in its registry."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.config import LogFormat, LogLevel
+from kvtier.daemon.logs import EVENTS, events_markdown, setup_logging
+from kvtier.daemon.metrics import METRICS, Exporter, MetricKind, Metrics, metrics_markdown
+
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
+
+
+def logged_events(repo: Path) -> dict[str, str]:
+    """event -> where, for every `log.<level>("...")` in the package."""
+    found = {}
+    for path in sorted((repo / "kvtier").rglob("*.py")):
+        if "v1" in path.parts or "testing" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_log = (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in LEVELS
+                and getattr(node.func.value, "id", "") == "log"
+            )
+            if is_log:
+                name = node.args[0]
+                where = f"{path.relative_to(repo)}:{node.lineno}"
+                assert isinstance(name, ast.Constant), f"{where}: an event is a plain name"
+                found[name.value] = where
+    return found
+
+
+def test_every_event_is_registered_and_every_registered_event_is_logged(repo):
+    found = logged_events(repo)
+    unknown = {name: where for name, where in found.items() if name not in EVENTS}
+    assert not unknown, "add them to kvtier/daemon/logs.py"
+    assert set(EVENTS) - set(found) == set(), "nobody logs these"
+    assert list(events_markdown().splitlines())[2].startswith(f"| `{next(iter(EVENTS))}` |")
+
+
+@pytest.fixture
+def lines(capsys):
+    """Begins logging through `setup_logging`; returns what reads it. Puts the root logger back."""
+    root = logging.getLogger()
+    before = root.level, root.handlers[:]
+
+    def start(style: LogFormat):
+        setup_logging(LogLevel.INFO, style)
+        return lambda: capsys.readouterr().err
+
+    yield start
+    logging.captureWarnings(False)
+    root.setLevel(before[0])
+    root.handlers[:] = before[1]
+
+
+def test_json_lines(lines):
+    text = lines(LogFormat.JSON)
+    log = logging.getLogger("kvtier.test")
+    log.info("daemon.ready", extra={"listen": 'a "b"\n', "count": 3})
+    log.debug("daemon.stopped")
+    first = json.loads(text())
+    assert first.pop("time").endswith("Z")
+    assert first == {"level": "info", "event": "daemon.ready", "listen": 'a "b"\n', "count": 3}
+
+
+def test_logfmt_lines(lines):
+    text = lines(LogFormat.LOGFMT)
+    logging.getLogger("kvtier.test").warning(
+        "daemon.degraded", extra={"what": "a b=c", "plain": "x", "none": None, "yes": True}
+    )
+    line = text()
+    assert line.count("\n") == 1
+    assert line.split(" ", 1)[1] == (
+        'level=warning event=daemon.degraded what="a b=c" plain=x none=null yes=true\n'
+    )
+
+
+def test_foreign_lines_and_tracebacks(lines):
+    text = lines(LogFormat.JSON)
+    logging.getLogger("somebody").error("100 %s", "percent")
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        logging.getLogger("kvtier.test").exception("rpc.crashed", extra={"rpc": "Get"})
+    first, second = map(json.loads, text().splitlines())
+    assert (first["event"], first["logger"]) == ("log", "somebody")
+    assert first["message"] == "100 percent"
+    assert second["event"] == "rpc.crashed"
+    assert "ValueError: boom" in second["traceback"]
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+
+def readings():
+    return {spec.name: {tuple("x" for _ in spec.labels): 1.0} for spec in METRICS}
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    made = Metrics(readings)
+    made.is_counting = True
+    return made
+
+
+def families(metrics: Metrics):
+    text = generate_latest(metrics.registry).decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def test_what_is_exported_is_what_the_table_says(metrics):
+    metrics.rpc_ended("Get", "OK", 0.1)
+    metrics.put_ended(["stored"], 1)
+    metrics.get_ended(["hit"], 1)
+    found = families(metrics)
+    expected = {spec.name.removesuffix("_total"): spec for spec in METRICS}
+    assert set(found) == set(expected)
+    for name, spec in expected.items():
+        family = found[name]
+        assert family.type == spec.kind.value, name
+        assert family.documentation == spec.help
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        assert labels == set(spec.labels), name
+        assert spec.name.startswith("kvtier_")
+        assert spec.name.endswith("_total") == (spec.kind is MetricKind.COUNTER)
+
+
+def test_calls_and_pages_are_counted(metrics):
+    metrics.rpc_ended("Get", "OK", 0.002)
+    metrics.rpc_ended("Get", "UNAVAILABLE", 20.0)
+    metrics.get_ended(["hit", "miss", "hit"], 4096)
+    metrics.put_ended(["stored", "exists"], 100)
+    assert metrics.page_totals() == {
+        "get_hit": 2, "get_miss": 1, "put_stored": 1, "put_exists": 1,
+    }  # fmt: skip
+    samples = {
+        (s.name, *sorted(s.labels.items())): s.value
+        for family in families(metrics).values()
+        for s in family.samples
+    }
+    assert samples["kvtier_get_pages_total", ("code", "hit")] == 2
+    assert samples["kvtier_sent_bytes_total",] == 4096
+    assert samples["kvtier_received_bytes_total",] == 100
+    assert samples["kvtier_rpc_seconds_count", ("rpc", "Get")] == 2
+    assert samples["kvtier_rpcs_total", ("rpc", "Get"), ("status", "UNAVAILABLE")] == 1
+
+
+def test_self_tests_do_not_count():
+    metrics = Metrics(readings)
+    metrics.rpc_ended("Get", "OK", 0.1)
+    metrics.put_ended(["stored"], 1)
+    assert metrics.page_totals() == {}
+
+
+def test_the_reference_page_is_up_to_date(repo):
+    assert (repo / "docs" / "metrics.md").read_text() == metrics_markdown(), "run `make docs`"
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_the_exporter_gives_everything_back(metrics):
+    exporter = Exporter(metrics.registry, "127.0.0.1", 0)
+    try:
+        with pytest.raises(OSError, match="in use"):
+            Exporter(metrics.registry, "127.0.0.1", exporter.port)
+    finally:
+        exporter.close()

@@ -1,0 +1,380 @@
+"""What each rpc answers, over a real connection to a real daemon."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+import pytest
+from raw_calls import (
+    PAGE_BYTES,
+    RawClient,
+    error_of,
+    key_of,
+    opaque_layout,
+    payload_of,
+    put_page,
+    put_stream,
+)
+
+from kvtier.packing.layout import Layout, Role, ScaleRule, Segment, Shard
+from kvtier.transfer.rpc import ADMIN, METHODS, PAGES
+from kvtier.v1 import admin_pb2, page_pb2, pages_pb2, transfer_pb2
+
+HIT, MISS, STALE = 1, 2, 3
+STORED, EXISTS, STALE_GENERATION, REFUSED = 1, 2, 3, 7
+RPCS = [method for service in (PAGES, ADMIN) for method in METHODS[service].values()]
+MISSING = {"Prefetch", "Demote", "Flush", "AdoptHandoff"}
+
+
+def fails(call, status: grpc.StatusCode, kind: str, text: str = "") -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    code, found, remedy = error_of(caught.value)
+    assert (code, found) == (status, kind), caught.value.details()
+    assert text in caught.value.details()
+    assert remedy
+
+
+# -- what is there --------------------------------------------------------------------------------
+
+
+def test_every_rpc_of_the_protocol_answers(client):
+    """None is unknown to the server: those that are missing say so as kvtier, not as gRPC."""
+    for method in RPCS:
+        if method.name in ("Put", "Get", "Watch", "Verify", "Drain"):
+            continue
+        kind = method.parse_request(b"")
+        try:
+            client.call(method.name, kind, service=method.service)
+        except grpc.RpcError as error:
+            code, name, _ = error_of(error)
+            assert name, f"{method.name}: {code} without kvtier-error"
+            assert (code is grpc.StatusCode.UNIMPLEMENTED) == (method.name in MISSING), method.name
+
+
+@pytest.mark.parametrize("name", sorted(MISSING))
+def test_what_is_not_there_yet(client, name):
+    request = METHODS[PAGES][name].parse_request(b"")
+    fails(lambda: client.call(name, request), grpc.StatusCode.UNIMPLEMENTED, "NotImplementedYet")
+
+
+def test_durability_nvme_is_not_there_yet(client):
+    opened = client.open()
+    opening = transfer_pb2.PutOpen(handle=opened.handle, durability=2)
+    fails(
+        lambda: client.put_messages([transfer_pb2.PutRequest(open=opening)]),
+        grpc.StatusCode.UNIMPLEMENTED,
+        "NotImplementedYet",
+        "NVME",
+    )
+
+
+def test_capabilities_are_the_configured_limits(make_daemon):
+    limits = {
+        "keys_per_call_max": 100,
+        "pages_per_put_max": 50,
+        "bytes_per_call_max": 1 << 22,
+        "message_bytes_max": 1 << 20,
+        "chunk_bytes": 1 << 16,
+        "lease_ms_default": 77,
+        "lease_ms_max": 7777,
+        "sessions_max": 3,
+        "namespaces_max": 5,
+    }
+    settings = [f"limits.{name}={value}" for name, value in limits.items()]
+    daemon = make_daemon(*settings, "limits.session_ttl_s=1.5").start()
+    with RawClient(daemon.url) as raw:
+        found = raw.capabilities()
+    assert {name: getattr(found, name) for name in limits} == limits
+    assert found.session_ttl_ms == 1500
+    assert list(found.tiers) == [page_pb2.TIER_HOST]
+    assert list(found.planes) == ["grpc"]
+    assert found.page_bytes_max == (16 << 20) - 4096
+    names = {f"{method.service.rpartition('.')[2]}.{method.name}" for method in RPCS}
+    assert set(found.methods) == names - {f"Pages.{name}" for name in MISSING}
+
+
+# -- namespaces -----------------------------------------------------------------------------------
+
+
+def test_open_tells_what_the_layout_means(client):
+    layout = opaque_layout()
+    opened = client.open(layout, tenant="acme")
+    assert opened.fingerprint == layout.fingerprint("acme", b"")
+    assert (opened.raw_bytes, opened.fp8_bytes) == (PAGE_BYTES, 0)
+    assert opened.session_ttl_ms == 300_000
+    again = client.open(layout, tenant="acme")
+    assert again.session_id == opened.session_id
+    assert again.handle != opened.handle
+    other = client.open(layout, tenant="other")
+    assert other.fingerprint != opened.fingerprint
+
+
+def test_opens_that_are_refused(client):
+    invalid, precondition = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+    fails(lambda: client.call("OpenNamespace", pages_pb2.OpenNamespaceRequest()), invalid,
+          "LayoutError")  # fmt: skip
+    fails(lambda: client.open(tenant="x" * 257), invalid, "LimitExceeded", "tenant")
+    fails(lambda: client.open(opaque_layout(16 << 20)), invalid, "LayoutError", "page_bytes_max")
+    fails(
+        lambda: client.open(fingerprint=bytes(32)), precondition, "NamespaceMismatch", "fingerprint"
+    )
+    client.session = 12345
+    fails(client.open, grpc.StatusCode.NOT_FOUND, "UnknownHandle", "session 12345")
+    client.session = 0
+    assert not client.status().namespaces, "a refused open makes nothing"
+
+
+def test_shards_must_agree(client):
+    def layout(heads):
+        key = Segment(
+            name="k", role=Role.KEY, dtype="bfloat16", layers=1, heads=4, dim=64,
+            scale_rule=ScaleRule.LAYER_HEAD,
+        )  # fmt: skip
+        return Layout.from_segments(
+            [key], model_id="m", revision="1", page_tokens=16, kv_compute="bfloat16",
+            shard_count=2, shard=Shard(index=0, layers=(0, 1), heads=heads),
+        )  # fmt: skip
+
+    opened = client.open(layout((0, 2)))
+    assert opened.raw_bytes == 16 * 2 * 64 * 2
+    assert opened.fp8_bytes == 16 * 2 * 64 + 2 * 4
+    assert client.open(layout((0, 2))).generation == opened.generation
+    fails(lambda: client.open(layout((0, 1))), grpc.StatusCode.FAILED_PRECONDITION,
+          "NamespaceMismatch", "heads")  # fmt: skip
+
+
+def test_deleting_a_namespace(client):
+    opened = client.open()
+    client.put(opened, [(key_of(i), payload_of(i)) for i in range(3)])
+    request = pages_pb2.DeleteNamespaceRequest(fingerprint=opened.fingerprint)
+    assert client.call("DeleteNamespace", request).pages == 3
+    assert list(client.lookup(opened, [key_of(0)]).codes) == [STALE]
+    fails(lambda: client.call("DeleteNamespace", request), grpc.StatusCode.NOT_FOUND,
+          "UnknownNamespace")  # fmt: skip
+    again = client.open()
+    assert again.generation > opened.generation
+    assert client.get(again, [key_of(0)]).codes == [MISS]
+
+
+def bump(client, opened, expected, token, revision=""):
+    request = pages_pb2.BumpGenerationRequest(
+        fingerprint=opened.fingerprint,
+        expected_generation=expected,
+        token=token,
+        weights_revision=revision,
+    )
+    return client.call("BumpGeneration", request).generation
+
+
+def test_a_bump_makes_all_older_pages_misses_also_after_a_restart(make_daemon):
+    daemon = make_daemon().start()
+    token = bytes(range(16))
+    with RawClient(daemon.url) as raw:
+        old = raw.open()
+        raw.put(old, [(key_of(1), payload_of(1))])
+        new_generation = bump(raw, old, old.generation, token)
+        assert new_generation == old.generation + 1
+        assert bump(raw, old, old.generation, token) == new_generation, "idempotent"
+        fails(
+            lambda: bump(raw, old, old.generation, bytes(16)),
+            grpc.StatusCode.ABORTED,
+            "GenerationConflict",
+            str(new_generation),
+        )
+        assert list(raw.lookup(old, [key_of(1)]).codes) == [STALE]
+        assert raw.get(old, [key_of(1)]).codes == [STALE]
+        assert list(raw.put(old, [(key_of(1), payload_of(1))]).codes) == [STALE_GENERATION]
+        new = raw.open()
+        assert raw.get(new, [key_of(1)]).codes == [MISS]
+        deadline = time.monotonic() + 5
+        while raw.status().tiers[0].used_bytes and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert raw.status().tiers[0].used_bytes == 0, "the old pages give their room back"
+    daemon.kill()
+    daemon.start()
+    with RawClient(daemon.url) as raw:
+        assert raw.open().generation == new_generation
+        assert bump(raw, old, old.generation, token) == new_generation, "the token is durable too"
+
+
+def test_a_bump_names_the_weights_loaded_from_now_on(client):
+    opened = client.open()
+    bump(client, opened, opened.generation, bytes(16), revision="2")
+    fails(client.open, grpc.StatusCode.FAILED_PRECONDITION, "NamespaceMismatch", "weights_revision")
+    fails(lambda: bump(client, opened, 9, b"short"), grpc.StatusCode.INVALID_ARGUMENT,
+          "LimitExceeded", "token")  # fmt: skip
+
+
+# -- pages ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 4095, 4096, 65_536, 1 << 20, 5 << 20])
+def test_pages_of_any_size_round_trip(client, length):
+    layout = opaque_layout(length)
+    opened = client.open(layout)
+    pages = [(key_of((length, i)), payload_of((length, i), length)) for i in range(2)]
+    put = client.put(opened, pages)
+    assert list(put.codes) == [STORED, STORED]
+    assert put.leading_run == 2
+    assert put.boot_id == opened.boot_id
+    got = client.get(opened, [key for key, _ in pages])
+    assert got.codes == [HIT, HIT]
+    assert [got.payloads[i] for i in range(2)] == [payload for _, payload in pages]
+    assert [page.slot for page in got.pages] == list(put.slots)
+    assert [page.generation for page in got.pages] == list(put.generations)
+    assert all(page.tier == page_pb2.TIER_HOST for page in got.pages)
+
+
+def test_outcomes_come_in_request_order_item_by_item(client):
+    opened = client.open()
+    good, again, damaged = key_of("good"), key_of("again"), key_of("damaged")
+    assert list(client.put(opened, [(again, payload_of("again"))]).codes) == [STORED]
+    payload = payload_of("good")
+    pages = [
+        put_page(opened, again, payload_of("again")),
+        put_page(opened, damaged, payload),
+        put_page(opened, good, payload),
+        put_page(opened, good, payload),
+        put_page(opened, key_of("short"), payload[:100]),
+        put_page(opened, key_of("fp8"), payload, codec=2),
+    ]
+    pages[1].payload_sum = bytes(16)
+    run = payload_of("again") + payload * 3 + payload[:100] + payload
+    request = transfer_pb2.PutRequest(
+        open=transfer_pb2.PutOpen(handle=opened.handle), pages=pages, data=run
+    )
+    put = client.put_messages([request])
+    assert list(put.codes) == [EXISTS, REFUSED, STORED, EXISTS, REFUSED, REFUSED]
+    assert put.leading_run == 1
+    got = client.get(opened, [damaged, good, again, good])
+    assert got.codes == [MISS, HIT, HIT, HIT]
+    assert got.payloads[1] == got.payloads[3] == payload
+    found = client.lookup(opened, [good, again, damaged, good])
+    assert list(found.codes) == [HIT, HIT, MISS, HIT]
+    assert list(found.tiers) == [2, 2, 0, 2]
+    assert found.leading_run == 2
+
+
+def test_empty_batches(client):
+    opened = client.open()
+    assert list(client.put(opened, []).codes) == []
+    assert client.get(opened, []).codes == []
+    found = client.lookup(opened, [])
+    assert (list(found.codes), found.leading_run) == ([], 0)
+    request = pages_pb2.DeleteRequest(handle=opened.handle)
+    assert list(client.call("Delete", request).codes) == []
+
+
+def test_delete(client):
+    opened = client.open()
+    client.put(opened, [(key_of(i), payload_of(i)) for i in range(2)])
+    keys = key_of(0) + key_of("none") + key_of(0)
+    answer = client.call("Delete", pages_pb2.DeleteRequest(handle=opened.handle, keys=keys))
+    assert sorted(answer.codes) == [1, 2, 2]
+    assert answer.codes[1] == 2
+    assert client.get(opened, [key_of(0), key_of(1)]).codes == [MISS, HIT]
+
+
+def test_tenants_and_weights_do_not_meet(client):
+    opened = client.open(tenant="a")
+    client.put(opened, [(key_of(1), payload_of(1))])
+    for other in (client.open(tenant="b"), client.open(opaque_layout(revision="2"), tenant="a")):
+        assert client.get(other, [key_of(1)]).codes == [MISS]
+        assert list(client.lookup(other, [key_of(1)]).codes) == [MISS]
+
+
+def test_a_key_of_two_shards_is_a_hit_when_both_are_there(client):
+    first, second = (
+        client.open(
+            opaque_layout(shard_count=2, shard=Shard(index=i, layers=(0, 1), heads=(0, 64)))
+        )
+        for i in range(2)
+    )
+    page = put_page(first, key_of(1), payload_of(1), shard=0)
+    opening = transfer_pb2.PutOpen(handle=first.handle)
+    client.put_messages([transfer_pb2.PutRequest(open=opening, pages=[page], data=payload_of(1))])
+    assert list(client.lookup(first, [key_of(1)]).codes) == [MISS]
+    page = put_page(second, key_of(1), payload_of(1), shard=1)
+    opening = transfer_pb2.PutOpen(handle=second.handle)
+    client.put_messages([transfer_pb2.PutRequest(open=opening, pages=[page], data=payload_of(1))])
+    assert list(client.lookup(first, [key_of(1)]).codes) == [HIT]
+
+
+# -- leases ---------------------------------------------------------------------------------------
+
+
+def test_leases(client):
+    opened = client.open()
+    client.put(opened, [(key_of(i), payload_of(i)) for i in range(2)])
+    pin = pages_pb2.PinRequest(
+        handle=opened.handle, keys=key_of(0) + key_of("none") + key_of(1), ttl_ms=60_000
+    )
+    lease = client.call("Pin", pin)
+    assert (list(lease.codes), lease.leading_run, lease.ttl_ms) == ([HIT, MISS, HIT], 1, 60_000)
+    assert client.status().tiers[0].pages_pinned == 2
+    ids = {"session_id": opened.session_id, "lease_ids": [lease.lease_id, 999]}
+    assert list(client.call("Renew", pages_pb2.RenewRequest(**ids)).codes) == [1, 4]
+    assert list(client.call("Unpin", pages_pb2.UnpinRequest(**ids)).codes) == [2, 4]
+    assert list(client.call("Unpin", pages_pb2.UnpinRequest(**ids)).codes) == [4, 4]
+    assert client.status().tiers[0].pages_pinned == 0
+
+
+def test_leases_end_with_their_time_and_their_session(make_daemon):
+    daemon = make_daemon("limits.session_ttl_s=0.4").start()
+    with RawClient(daemon.url) as raw:
+        opened = raw.open()
+        raw.put(opened, [(key_of(1), payload_of(1))])
+        short = pages_pb2.PinRequest(handle=opened.handle, keys=key_of(1), ttl_ms=50)
+        lease = raw.call("Pin", short)
+        time.sleep(0.3)
+        assert raw.status().tiers[0].pages_pinned == 0
+        renew = pages_pb2.RenewRequest(session_id=opened.session_id, lease_ids=[lease.lease_id])
+        assert list(raw.call("Renew", renew).codes) == [3], "EXPIRED stays so"
+        raw.call("Pin", pages_pb2.PinRequest(handle=opened.handle, keys=key_of(1)))
+        assert raw.status().tiers[0].pages_pinned == 1
+        time.sleep(0.8)
+        status = raw.status()
+        assert (status.tiers[0].pages_pinned, len(status.sessions)) == (0, 0)
+        fails(lambda: raw.lookup(opened, [key_of(1)]), grpc.StatusCode.NOT_FOUND, "UnknownHandle")
+
+
+def test_closing_a_session(client):
+    opened = client.open()
+    close = pages_pb2.CloseSessionRequest(session_id=opened.session_id)
+    client.call("CloseSession", close)
+    client.call("CloseSession", close)
+    fails(lambda: client.lookup(opened, []), grpc.StatusCode.NOT_FOUND, "UnknownHandle")
+
+
+# -- verify ---------------------------------------------------------------------------------------
+
+
+def test_verify_reads_everything(client):
+    opened = client.open()
+    count = 100
+    client.put_messages(put_stream(opened, [(key_of(i), payload_of(i)) for i in range(count)]))
+    progress = list(client.stream("Verify", admin_pb2.VerifyRequest(tier=2), service=ADMIN))
+    last = progress[-1]
+    assert len(progress) > 1
+    assert (last.pages_done, last.pages_total, last.pages_corrupt) == (count, count, 0)
+    assert last.bytes_done == count * PAGE_BYTES
+    fails(
+        lambda: list(client.stream("Verify", admin_pb2.VerifyRequest(tier=3), service=ADMIN)),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "LimitExceeded",
+    )
+
+
+def test_delete_of_many_answers_in_request_order(client):
+    opened = client.open(opaque_layout(1024))
+    names = [i for i in range(3000) if i % 3]
+    for start in range(0, len(names), 500):
+        pages = [(key_of(i), payload_of(i, 1024)) for i in names[start : start + 500]]
+        assert set(client.put(opened, pages).codes) == {STORED}
+    keys = b"".join(key_of(i) for i in range(3000))
+    answer = client.call("Delete", pages_pb2.DeleteRequest(handle=opened.handle, keys=keys))
+    there = {i for i, code in enumerate(answer.codes) if code == 1}
+    assert len(answer.codes) == 3000
+    assert there == set(names)

@@ -1,0 +1,230 @@
+"""The daemon directory: one owner, nothing lost, nothing used twice, damage never passed over."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.daemon.sealed_file import read_sealed, write_sealed
+from kvtier.daemon.state import new_boot_id, open_directory
+from kvtier.errors import DirectoryError
+
+BLOCK = 1 << 20
+STATE_FILES = ("format", "generations", "namespaces")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+# -- sealed files ---------------------------------------------------------------------------------
+
+
+def test_a_sealed_file_round_trips_and_replaces(tmp_path):
+    file = tmp_path / "f"
+    assert read_sealed(file, b"kind") is None
+    for payload in (b"", b"one", b"x" * 100_000):
+        write_sealed(file, b"kind", payload)
+        assert read_sealed(file, b"kind") == payload
+    assert [item.name for item in tmp_path.iterdir()] == ["f"], "no temporary file stays"
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_every_flipped_byte_and_every_cut_is_seen(tmp_path):
+    file = tmp_path / "f"
+    write_sealed(file, b"kind", b"payload")
+    whole = file.read_bytes()
+    for at in range(len(whole)):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(DirectoryError, match="is damaged"):
+            read_sealed(file, b"kind")
+        file.write_bytes(whole[:at])
+        with pytest.raises(DirectoryError, match="is damaged"):
+            read_sealed(file, b"kind")
+    file.write_bytes(whole + b"\0")
+    with pytest.raises(DirectoryError, match="is damaged"):
+        read_sealed(file, b"kind")
+    file.write_bytes(whole)
+    with pytest.raises(DirectoryError, match="not a file of this kind"):
+        read_sealed(file, b"other")
+
+
+def test_a_full_disk_is_a_directory_error(tmp_path):
+    (tmp_path / "f.tmp").symlink_to("/dev/full")
+    with pytest.raises(DirectoryError, match="No space left"):
+        write_sealed(tmp_path / "f", b"kind", b"payload")
+
+
+# -- the directory --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
+def test_a_new_directory_is_private(path, umask):
+    before = os.umask(umask)
+    try:
+        open_directory(path).close()
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o700
+    for item in path.iterdir():
+        assert item.stat().st_mode & 0o077 == 0, item
+
+
+def test_generations_and_namespaces_survive(path):
+    with open_directory(path) as directory:
+        assert directory.generation_bound == 0
+        assert directory.load_namespaces() == {}
+        directory.journal_generations(BLOCK)
+        directory.save_namespaces({"last_number": 7, "families": [{"fingerprint": b"\xff"}]})
+    with open_directory(path) as directory:
+        assert directory.generation_bound == BLOCK
+        assert directory.load_namespaces() == {
+            "last_number": 7,
+            "families": [{"fingerprint": b"\xff"}],
+        }
+
+
+def test_the_bound_only_rises(path):
+    with open_directory(path) as directory:
+        directory.journal_generations(5)
+        for bound in (5, 4, 0):
+            with pytest.raises(ValueError, match="does not rise"):
+                directory.journal_generations(bound)
+        assert directory.generation_bound == 5
+
+
+def test_a_second_daemon_is_refused_by_pid(path):
+    with open_directory(path):
+        with pytest.raises(DirectoryError) as caught:
+            open_directory(path)
+        assert str(path) in str(caught.value)
+        assert f"pid {os.getpid()}" in str(caught.value)
+    open_directory(path).close()
+
+
+@pytest.mark.parametrize("name", STATE_FILES)
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing"])
+def test_damage_is_loud_and_changes_nothing(path, name, damage):
+    """Never a silent start from generation zero."""
+    with open_directory(path) as directory:
+        directory.journal_generations(BLOCK)
+        directory.save_namespaces({"last_number": 1})
+    file = path / name
+    whole = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        flipped = whole[:-1] + bytes([whole[-1] ^ 1])
+        file.write_bytes({"flip": flipped, "cut": whole[:-1], "empty": b""}[damage])
+    before = {item.name: item.read_bytes() for item in path.iterdir() if item.name != "lock"}
+    with pytest.raises(DirectoryError) as caught:
+        open_directory(path)
+    assert name in str(caught.value)
+    assert caught.value.remedy
+    after = {item.name: item.read_bytes() for item in path.iterdir() if item.name != "lock"}
+    assert after == before
+    # The lock was let go: once repaired, it opens.
+    file.write_bytes(whole)
+    with open_directory(path) as directory:
+        assert directory.generation_bound == BLOCK
+
+
+def test_another_format_version_is_refused(path):
+    open_directory(path).close()
+    write_sealed(path / "format", b"format", (2).to_bytes(4, "little"))
+    with pytest.raises(DirectoryError, match="format version 2, this daemon knows version 1"):
+        open_directory(path)
+
+
+def test_an_interrupted_first_start_goes_on(path):
+    """A crash before `format` was written left nothing that was ever used."""
+    open_directory(path).close()
+    (path / "format").unlink()
+    open_directory(path).close()
+    (path / "format").unlink()
+    (path / "namespaces").unlink()
+    with open_directory(path) as directory:
+        assert directory.generation_bound == 0
+
+
+def test_a_directory_of_something_else_is_left_alone(path):
+    path.mkdir(mode=0o700)
+    (path / "thesis.tex").write_text("x")
+    with pytest.raises(DirectoryError, match=r"not a daemon directory and not empty \(thesis.tex"):
+        open_directory(path)
+    assert (path / "thesis.tex").read_text() == "x"
+
+
+def test_temporary_files_of_a_crash_are_removed(path):
+    open_directory(path).close()
+    (path / "generations.tmp").write_bytes(b"half")
+    open_directory(path).close()
+    assert not (path / "generations.tmp").exists()
+
+
+def test_a_directory_open_to_others_is_refused(path):
+    path.mkdir(mode=0o700)
+    path.chmod(0o750)
+    with pytest.raises(DirectoryError, match="mode 0750") as caught:
+        open_directory(path)
+    assert caught.value.remedy == f"chmod 700 {path}"
+
+
+def test_no_directory_there_or_possible(path, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(DirectoryError, match="is not a directory"):
+        open_directory(file)
+    with pytest.raises(DirectoryError):
+        open_directory(file / "below")
+    with pytest.raises(DirectoryError):
+        open_directory(Path("/proc/kvtier"))
+
+
+def test_boot_ids_are_63_random_bits_and_never_zero():
+    ids = {new_boot_id() for _ in range(1000)}
+    assert len(ids) == 1000
+    assert all(0 < boot_id < 1 << 63 for boot_id in ids)
+
+
+COUNTER = """
+import sys
+from pathlib import Path
+from kvtier.core import generations
+from kvtier.core.generations import Generations
+from kvtier.daemon.state import open_directory
+generations.BLOCK = 3  # many journal writes
+directory = open_directory(Path(sys.argv[1]))
+numbers = Generations(directory.generation_bound, directory.journal_generations)
+while True:
+    sys.stdout.buffer.write(b"%d\\n" % numbers.next())
+    sys.stdout.buffer.flush()
+"""
+
+
+def test_sigkill_at_any_moment_never_repeats_a_generation(path):
+    seed = 20260731
+    rng = random.Random(seed)
+    highest = 0
+    for round_no in range(12):
+        with subprocess.Popen(
+            [sys.executable, "-c", COUNTER, str(path)], stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            time.sleep(rng.uniform(0, 0.05))
+            process.send_signal(signal.SIGKILL)
+            seen = [int(line) for line in (first + process.stdout.read()).splitlines(True)
+                    if line.endswith(b"\n")]  # fmt: skip
+        assert seen, f"seed {seed} round {round_no}"
+        assert seen[0] > highest, f"seed {seed} round {round_no}: {seen[0]} after {highest}"
+        assert seen == list(range(seen[0], seen[0] + len(seen)))
+        highest = seen[-1]

@@ -1,0 +1,89 @@
+"""Watch: a snapshot, then every change in order; nothing of others; a clear word when behind."""
+
+from __future__ import annotations
+
+import threading
+
+import grpc
+import pytest
+from raw_calls import RawClient, error_of, key_of, payload_of
+
+from kvtier.v1 import pages_pb2
+
+SNAPSHOT, SNAPSHOT_END, STORED, REMOVED, BUMPED = 1, 2, 3, 4, 5
+
+
+def watch(client, fingerprint=b""):
+    return client.stream("Watch", pages_pb2.WatchRequest(fingerprint=fingerprint), timeout=20)
+
+
+def test_snapshot_then_changes_in_order(daemon, client):
+    opened = client.open()
+    other = client.open(tenant="other")
+    client.put(opened, [(key_of(i), payload_of(i)) for i in range(3)])
+    client.put(other, [(key_of("x"), payload_of("x"))])
+    with RawClient(daemon.url) as second:
+        events = watch(second, opened.fingerprint)
+        first = next(events)
+        assert first.kind == SNAPSHOT
+        assert first.epoch == opened.boot_id
+        assert {first.keys[i : i + 32] for i in range(0, 96, 32)} == {key_of(i) for i in range(3)}
+        end = next(events)
+        assert (end.kind, end.sequence) == (SNAPSHOT_END, first.sequence)
+        client.put(other, [(key_of("y"), payload_of("y"))])
+        client.put(opened, [(key_of(3), payload_of(3))])
+        client.call("Delete", pages_pb2.DeleteRequest(handle=opened.handle, keys=key_of(0)))
+        request = pages_pb2.BumpGenerationRequest(
+            fingerprint=opened.fingerprint,
+            expected_generation=opened.generation,
+            token=bytes(16),
+        )
+        client.call("BumpGeneration", request)
+        changes = [next(events) for _ in range(3)]
+        assert [(e.kind, e.keys) for e in changes] == [
+            (STORED, key_of(3)), (REMOVED, key_of(0)), (BUMPED, b""),
+        ]  # fmt: skip
+        sequences = [e.sequence for e in changes]
+        assert sequences == sorted(sequences)
+        assert sequences[0] > end.sequence
+        assert all(e.fingerprint == opened.fingerprint for e in changes)
+        events.cancel()
+
+
+def test_a_watcher_of_everything_sees_no_gap(daemon, client):
+    opened = client.open()
+    with RawClient(daemon.url) as second:
+        events = watch(second)
+        assert next(events).kind == SNAPSHOT_END
+        client.put(opened, [(key_of(i), payload_of(i)) for i in range(50)])
+        seen = [next(events) for _ in range(50)]
+        assert [e.keys for e in seen] == [key_of(i) for i in range(50)]
+        numbers = [e.sequence for e in seen]
+        assert numbers == list(range(numbers[0], numbers[0] + 50))
+        events.cancel()
+
+
+def test_a_watcher_that_falls_behind_is_told(make_daemon):
+    daemon = make_daemon("limits.watch_events_max=16").start()
+    with RawClient(daemon.url) as writer, RawClient(daemon.url) as reader:
+        opened = writer.open()
+        events = watch(reader)
+        assert next(events).kind == SNAPSHOT_END
+        # One put stores all its pages before the watcher's turn comes.
+        writer.put(opened, [(key_of(i), payload_of(i)) for i in range(40)])
+        with pytest.raises(grpc.RpcError) as caught:
+            for _ in events:
+                pass
+        assert error_of(caught.value)[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "Busy")
+
+
+def test_draining_ends_watchers(daemon, client):
+    events = watch(client)
+    assert next(events).kind == SNAPSHOT_END
+    stopper = threading.Thread(target=daemon.stop)
+    stopper.start()
+    with pytest.raises(grpc.RpcError) as caught:
+        next(events)
+    assert error_of(caught.value)[:2] == (grpc.StatusCode.UNAVAILABLE, "DaemonUnavailable")
+    stopper.join(10)
+    assert not stopper.is_alive()

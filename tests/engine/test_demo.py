@@ -1,0 +1,151 @@
+"""`kvtier demo`: end to end on a tiny model, and what it says when a claim does not hold."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import MissingExtra
+from kvtier_engine import errors, smollm2
+from kvtier_engine.demo import command, report
+from kvtier_engine.demo.damage import flip_payload_byte
+from kvtier_engine.demo.job import Job, ask
+from kvtier_engine.errors import DemoFailed
+from tests.engine.tiny_gguf import gguf_of, tiny_model
+
+JOB = Job(url="unix:///nowhere", daemon_pid=0, model_dir="missing", revision="r", tokens=4)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The --json output of a whole run with a model of two layers."""
+    home = tmp_path_factory.mktemp("demo")
+    made = home / "model"
+    made.mkdir()
+    smollm2.convert(gguf_of(tiny_model(), home / "tiny.gguf"), made)
+    arguments = ["demo", "--model-dir", str(made), "--tokens", "6", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(150)
+def test_every_claim_holds(outcome: dict) -> None:
+    assert {claim["text"]: claim["holds"] for claim in outcome["claims"]} == {
+        claim["text"]: True for claim in outcome["claims"]
+    }
+    assert len(outcome["claims"]) == 7
+    assert outcome["ok"] is True
+
+
+def test_only_the_damaged_page_is_lost(outcome: dict) -> None:
+    pages, damaged = outcome["decode"]["pages"], outcome["decode"]["damaged"]
+    assert damaged["reasons"] == {"HIT": pages - 1, "CORRUPT": 1}
+    assert damaged["hits"] == damaged["page"] == pages - 3
+
+
+@pytest.mark.parametrize(
+    ("process", "path", "value", "claim"),
+    [
+        ("prefill", ["fp8_stored"], 1, "stored"),
+        ("decode", ["raw", "hits"], 1, "another process"),
+        ("decode", ["raw", "tiers"], {"NVME": 3}, "another process"),
+        ("decode", ["raw", "tokens_same"], 3, "same tokens"),
+        ("decode", ["raw", "logits_same_bits"], False, "same tokens"),
+        ("decode", ["raw", "first_token_seconds"], 1e9, "sooner"),
+        ("decode", ["fp8", "bytes"], 10**12, "half the bytes"),
+        ("decode", ["fp8", "hits_without_lossy_ok"], 1, "half the bytes"),
+        ("decode", ["damaged", "page_reason"], "HIT", "flipped byte"),
+        ("decode", ["damaged", "tokens_same"], 3, "flipped byte"),
+        ("decode", ["hits_after"], 0, "put again"),
+    ],
+)
+def test_a_claim_that_does_not_hold_is_said(
+    outcome: dict, process: str, path: list[str], value: object, claim: str
+) -> None:
+    results = copy.deepcopy({name: outcome[name] for name in ("prefill", "decode")})
+    place = results[process]
+    if path == ["hits_after"]:
+        place, path = place["damaged"], ["hits_after_putting_it_again"]
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    found = report.claims(results["prefill"], results["decode"])
+    assert [claim in item.text for item in found if not item.holds] == [True]
+    text = report.as_text(results["prefill"], results["decode"], found, 1.0)
+    assert "6 of 7 claims hold" in text
+    assert text.count("FAIL") == 1
+
+
+def test_the_report_is_readable(outcome: dict) -> None:
+    found = report.claims(outcome["prefill"], outcome["decode"])
+    text = report.as_text(outcome["prefill"], outcome["decode"], found, 1.0)
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert "7 of 7 claims hold" in text
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser()
+    command.register(top.add_subparsers())
+    return top
+
+
+def test_arguments_have_defaults() -> None:
+    args = parser().parse_args(["demo"])
+    assert (args.model_dir, args.tokens, args.json, args.run) == (None, 32, False, command.run)
+
+
+@pytest.mark.parametrize("tokens", ["0", "513", "-1", "many"])
+def test_a_token_count_out_of_range_is_refused(
+    tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["demo", "--tokens", tokens])
+    assert "--tokens" in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "gguf" else object())
+    with pytest.raises(MissingExtra, match=r"needs gguf$") as raised:
+        command.run(parser().parse_args(["demo"]))
+    assert raised.value.remedy == "pip install 'kvtier[engine]'"
+
+
+def test_a_process_that_fails_is_quoted() -> None:
+    with pytest.raises(
+        DemoFailed, match=r"process ended with 1:\nModelUnusable: missing holds no model"
+    ):
+        ask("prefill", JOB)
+
+
+def test_a_flip_changes_one_byte_of_one_record(tmp_path: Path) -> None:
+    arena = os.memfd_create("kvtier-arena")
+    try:
+        before = os.urandom(5 * 4096)
+        os.write(arena, before)
+        flip_payload_byte(os.getpid(), 2, at=70)
+        after = os.pread(arena, len(before), 0)
+    finally:
+        os.close(arena)
+    changed = [i for i in range(len(before)) if before[i] != after[i]]
+    assert changed == [3 * 4096 + 70]
+    assert after[changed[0]] == before[changed[0]] ^ 0xFF
+
+
+def test_a_process_without_an_arena_cannot_be_damaged() -> None:
+    with pytest.raises(DemoFailed, match="no open file"):
+        flip_payload_byte(os.getpid(), 0, at=0)

@@ -1,0 +1,82 @@
+"""What a user installs: one wheel with every package, light to import, typed, with its commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvtier._version import __version__
+
+
+@pytest.fixture(scope="module")
+def wheel(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy, so that no build folder appears in the source tree."""
+    source = tmp_path_factory.mktemp("source")
+    names = ["pyproject.toml", "README.md", "LICENSE", "kvtier", "bindings", "engines"]
+    present = [name for name in names if (repo / name).exists()]
+    subprocess.run(["cp", "-r", *present, str(source)], cwd=repo, check=True)
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    command += ["--disable-pip-version-check", "-w", str(out), str(source)]
+    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    (made,) = out.iterdir()
+    return made
+
+
+def test_one_wheel_holds_every_package_and_nothing_else(wheel: Path, repo: Path) -> None:
+    assert wheel.name == f"kvtier-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    shipped = {"kvtier", "kvtier_engine"}
+    assert shipped <= packages <= shipped | {"kvtier_sglang", "kvtier_vllm"}
+    assert {"kvtier/py.typed", "kvtier_engine/py.typed"} <= names
+    modules = {str(path.relative_to(repo)) for path in (repo / "kvtier").rglob("*.py")}
+    assert modules - names == set()
+
+
+def test_metadata_names_the_commands_and_the_licence(wheel: Path) -> None:
+    info = f"kvtier-{__version__}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        points = archive.read(f"{info}/entry_points.txt").decode()
+        metadata = archive.read(f"{info}/METADATA").decode()
+        licence = archive.read(f"{info}/licenses/LICENSE").decode()
+    assert "kvtier = kvtier.cli:main" in points
+    assert "[kvtier.commands]\ndemo = " in points
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Requires-Python: >=3.11" in metadata
+    assert "Apache License" in licence
+
+
+def test_base_dependencies_are_small(repo: Path) -> None:
+    with (repo / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    heavy = ("torch", "transformers", "numba", "mooncake", "ucxx")
+    assert [name for name in project["dependencies"] if name.startswith(heavy)] == []
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has after `statement`."""
+    code = (
+        f"import sys; {statement}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_kvtier_loads_no_framework_and_no_wire() -> None:
+    assert (
+        loaded_by("import kvtier") & {"torch", "transformers", "grpc", "google", "numba"} == set()
+    )
+
+
+@pytest.mark.parametrize("module", ["kvtier.daemon.run", "kvtier.cli"])
+def test_daemon_and_command_line_load_no_framework(module: str) -> None:
+    assert loaded_by(f"import {module}") & {"torch", "transformers", "numba"} == set()

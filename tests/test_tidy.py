@@ -1,0 +1,248 @@
+"""How the code must look, where ruff has no rule for it. Every message names the remedy."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+COLUMNS_MAX = 100
+
+#: Where printing is the job.
+PRINTS = ("kvtier/cli.py", "kvtier/cli/*", "engines/kvtier_engine/demo/*", "benchmarks/*")
+#: The border of the daemon process: what falls out here is logged and answered as an error.
+CATCHES_ALL = ("kvtier/daemon/server.py", "kvtier/daemon/run.py")
+#: The only places that change the state or the generation of a page copy (a namespace has a
+#: generation too, in a file of its own).
+LIFECYCLE = ("kvtier/core/lifecycle.py", "kvtier/core/table.py", "kvtier/core/namespaces.py")
+#: What only some installations have: imported where it is used, so that the rest works without.
+OPTIONAL = {
+    "gguf", "matplotlib", "ml_dtypes", "mooncake", "numba", "safetensors", "tokenizers", "torch",
+    "transformers", "triton", "ucxx",
+}  # fmt: skip
+#: Files that may import anything late, each for a reason.
+IMPORTS_LATE = {
+    "kvtier/__init__.py": "`import kvtier` loads neither grpc nor protobuf",
+    "kvtier/cli.py": "`kvtier --help` loads neither the daemon nor the client",
+    "kvtier/cli/*": "`kvtier --help` loads neither the daemon nor the client",
+    "tests/*": "a test may look at what importing does",
+}
+BANNED_CALLS = {
+    "eval": "parse the value with a parser of its own",
+    "exec": "write the code down",
+    "time.time": "time.monotonic, or the clock seam in core",
+    "object.__setattr__": "dataclasses.replace, or a field that is not frozen",
+    "yaml.load": "yaml.safe_load, or tomllib",
+    "torch.load": "safetensors",
+}
+BANNED_MODULES = {
+    "pickle": "msgpack or a fixed struct: unpickling runs code",
+    "marshal": "msgpack or a fixed struct",
+    "shelve": "a file format of its own",
+    "dill": "msgpack or a fixed struct",
+    "cloudpickle": "msgpack or a fixed struct",
+}
+# Put together from pieces, so that this file passes its own check.
+LEFTOVERS = re.compile(r"\b(?:FIX" + r"ME|TO" + r"DO|XX" + r"X)\b")
+MACHINE_PATHS = re.compile(r"(?<![\w.<$}])/(?:root|work|home/\w+)/")
+HOSTS = re.compile("|".join(["pypi[.]" + "org", "python" + "hosted", "npmjs[.]" + "org",
+                             "debian[.]" + "org", "download[.]pytorch[.]" + "org"]))  # fmt: skip
+
+
+def tracked(pattern: str) -> list[str]:
+    """Files of the repository (committed or about to be) by glob, without generated code."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPO, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    names = sorted(set(listing.stdout.splitlines()))
+    return [
+        name
+        for name in names
+        if fnmatch(name, pattern) and not name.startswith("kvtier/v1/") and (REPO / name).is_file()
+    ]
+
+
+SOURCES = tracked("*.py")
+TREES = {name: ast.parse((REPO / name).read_text(encoding="utf-8"), name) for name in SOURCES}
+
+
+def allowed(name: str, patterns: object) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def nodes(*kinds: type[ast.AST], but: object = ()) -> Iterator[tuple[str, ast.AST]]:
+    """(file, node) of every node of these kinds, outside the files in `but`."""
+    for name, tree in TREES.items():
+        if not allowed(name, but):
+            for node in ast.walk(tree):
+                if isinstance(node, kinds):
+                    yield name, node
+
+
+def dotted(node: ast.AST) -> str:
+    """ "time.time" for the expression time.time, "" for anything that is no plain name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        head = dotted(node.value)
+        return f"{head}.{node.attr}" if head else ""
+    return ""
+
+
+def check(found: list[str], remedy: str) -> None:
+    assert not found, remedy + "\n  " + "\n  ".join(found)
+
+
+def test_files_hold_one_concept() -> None:
+    counts = {name: len((REPO / name).read_text(encoding="utf-8").splitlines()) for name in SOURCES}
+    found = [f"{name}: {count} lines" for name, count in counts.items() if count > LINES_MAX]
+    check(found, f"over {LINES_MAX} lines: one concept a file, so move one of them out")
+
+
+def test_functions_fit_on_a_page() -> None:
+    found = []
+    for name, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+        length = node.end_lineno - node.lineno + 1
+        if length > FUNCTION_LINES_MAX:
+            found.append(f"{name}:{node.lineno} {node.name}: {length} lines")
+    check(found, f"over {FUNCTION_LINES_MAX} lines: give the parts names of their own")
+
+
+def test_lines_fit_side_by_side() -> None:
+    found = [
+        f"{name}:{number}"
+        for name in SOURCES
+        for number, line in enumerate((REPO / name).read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > COLUMNS_MAX
+    ]
+    check(found, f"over {COLUMNS_MAX} columns: break the line (`make fmt`)")
+
+
+def test_modules_say_what_they_promise() -> None:
+    found = [name for name, tree in TREES.items() if tree.body and not ast.get_docstring(tree)]
+    check(found, "no module docstring: say what the module promises and which thread may call it")
+
+
+def test_nothing_is_left_for_later() -> None:
+    found = [
+        f"{name}:{number}"
+        for name in SOURCES
+        for number, line in enumerate((REPO / name).read_text(encoding="utf-8").splitlines(), 1)
+        if LEFTOVERS.search(line)
+    ]
+    check(found, "a note to self: do it now, or raise NotImplementedYet with a remedy")
+
+
+def test_errors_are_caught_by_name() -> None:
+    found = []
+    for name, node in nodes(ast.ExceptHandler, but=CATCHES_ALL):
+        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        broad = {dotted(kind) for kind in kinds if kind is not None} & {
+            "Exception",
+            "BaseException",
+        }
+        # Catching everything to undo something is fine when the same error goes on.
+        goes_on = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+        if (node.type is None or broad) and not goes_on:
+            found.append(f"{name}:{node.lineno}")
+    check(found, "bare or broad except: name the errors you can handle, or end with a bare `raise`")
+
+
+def test_no_state_in_modules() -> None:
+    found = [f"{name}:{node.lineno}" for name, node in nodes(ast.Global)]
+    check(found, "`global`: hold the state in an object and pass it")
+
+
+def test_no_printing() -> None:
+    found = [
+        f"{name}:{node.lineno}"
+        for name, node in nodes(ast.Call, but=PRINTS)
+        if dotted(node.func) == "print" and not name.startswith("tests/")
+    ]
+    check(found, "print: log.info with a stable event name")
+
+
+@pytest.mark.parametrize("banned", sorted(BANNED_CALLS))
+def test_banned_calls(banned: str) -> None:
+    found = [
+        f"{name}:{node.lineno}" for name, node in nodes(ast.Call) if dotted(node.func) == banned
+    ]
+    check(found, f"{banned}: use {BANNED_CALLS[banned]}")
+
+
+def imports(node: ast.AST) -> list[str]:
+    """The modules an import statement names, absolute ones only."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+        return [node.module]
+    return []
+
+
+def test_banned_modules() -> None:
+    found = [
+        f"{name}:{node.lineno} {module}: use {BANNED_MODULES[module.split('.')[0]]}"
+        for name, node in nodes(ast.Import, ast.ImportFrom)
+        for module in imports(node)
+        if module.split(".")[0] in BANNED_MODULES and not name.startswith("tests/")
+    ]
+    check(found, "a module that must not be used")
+
+
+def test_imports_stand_at_the_top() -> None:
+    found = []
+    for name, function in nodes(ast.FunctionDef, ast.AsyncFunctionDef, but=IMPORTS_LATE):
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            if any(module.split(".")[0] not in OPTIONAL for module in imports(node)):
+                found.append(f"{name}:{node.lineno}")
+    check(found, "import inside a function: move it up (only optional extras are imported late)")
+
+
+def test_only_the_lifecycle_changes_state() -> None:
+    found = []
+    for name, node in nodes(ast.Assign, ast.AugAssign, ast.AnnAssign, but=LIFECYCLE):
+        if not name.startswith("kvtier/core/"):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        found += [
+            f"{name}:{node.lineno} .{target.attr}"
+            for target in targets
+            if isinstance(target, ast.Attribute) and target.attr in {"state", "generation"}
+        ]
+    check(found, "fire an event of core/lifecycle.py instead of assigning the state")
+
+
+def test_skips_say_why() -> None:
+    found = []
+    for name, node in nodes(ast.Call):
+        reason = dotted(node.func) in {"pytest.skip", "pytest.mark.skip", "pytest.mark.xfail"}
+        if reason and not node.args and not any(word.arg == "reason" for word in node.keywords):
+            found.append(f"{name}:{node.lineno}")
+    check(found, "a skip without a reason: say why")
+
+
+@pytest.mark.parametrize("pattern", [MACHINE_PATHS, HOSTS], ids=["machine paths", "hosts"])
+def test_nothing_depends_on_one_machine(pattern: re.Pattern[str]) -> None:
+    found = []
+    for name in tracked("*"):
+        try:
+            text = (REPO / name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # golden bytes
+        found += [
+            f"{name}:{number}"
+            for number, line in enumerate(text.splitlines(), 1)
+            if pattern.search(line)
+        ]
+    check(found, "a path or host of one machine: take it from configuration or the environment")
