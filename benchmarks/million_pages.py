@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 import kvtier
 from benchmarks.common import daemon, report, resident_bytes
+from kvtier.tiers.host import SLAB_BYTES
 
 CELL = 64
 SLOT = 8192
@@ -48,7 +49,15 @@ def key_batch(start: int, n: int) -> list[bytes]:
     return [hashlib.sha256(i.to_bytes(8, "little")).digest() for i in range(start, start + n)]
 
 
-async def put_pages(ns: kvtier.aio.Namespace, start: int, end: int) -> int:
+async def until_populated(kv: kvtier.aio.AsyncConnection, nbytes: int) -> None:
+    for _ in range(300):
+        if (await kv.status()).tiers[0].ready_bytes >= nbytes:
+            return
+        await asyncio.sleep(0.2)
+    raise RuntimeError(f"the daemon did not populate {nbytes} bytes in a minute")
+
+
+async def put_pages(ns: kvtier.aio.AsyncNamespace, start: int, end: int) -> int:
     """Puts pages [start, end); how many the daemon took."""
     cells: npt.NDArray[np.uint8] = np.zeros((BATCH, CELL), np.uint8)
     stored = 0
@@ -60,7 +69,7 @@ async def put_pages(ns: kvtier.aio.Namespace, start: int, end: int) -> int:
     return stored
 
 
-async def time_lookups(ns: kvtier.aio.Namespace, pages: int, calls: int) -> list[float]:
+async def time_lookups(ns: kvtier.aio.AsyncNamespace, pages: int, calls: int) -> list[float]:
     rng = np.random.default_rng(3)
     times = []
     for _ in range(calls):
@@ -75,8 +84,7 @@ async def measure(url: str, pid: int, pages: int) -> dict[str, object]:
     before = resident_bytes(pid)
     async with kvtier.aio.connect(url, deadline=30.0) as kv:
         ns = await kv.namespace(LAYOUT, tenant="bench")
-        while (await kv.status()).tiers[0].ready_bytes < pages * SLOT:
-            await asyncio.sleep(0.2)
+        await until_populated(kv, pages * SLOT)
         started = time.perf_counter()
         stored = await put_pages(ns, 0, pages)
         put_s = time.perf_counter() - started
@@ -103,9 +111,9 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=1_000_000)
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    size = int(arguments.pages * SLOT * 1.02)
-    with daemon(f"host.bytes={size}") as (url, process, ready_s):
-        row = asyncio.run(measure(url, process.pid, arguments.pages))
+    slabs = -(-arguments.pages // (SLAB_BYTES // SLOT))
+    with daemon(f"host.bytes={slabs * SLAB_BYTES}") as (url, pid, ready_s):
+        row = asyncio.run(measure(url, pid, arguments.pages))
     report("A million pages", [{"READY s": ready_s} | row], arguments.json)
 
 

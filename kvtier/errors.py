@@ -2,39 +2,39 @@
 
     KvtierError
     ├── ConfigError
-    │   ├── UnknownConfigKey         a key nobody reads; the nearest known one is named
-    │   └── InvalidConfigValue       a value outside its range, with where it came from
-    ├── InvalidInput                 the caller's arguments; nothing was changed
-    │   ├── KeyLengthError           a key that is not 32 bytes
-    │   ├── PageSizeError            a page longer or shorter than its layout says
-    │   ├── LayoutError              a layout that cannot be stored, or differs from what is stored
-    │   ├── LimitExceeded            over a limit of GetCapabilities
-    │   └── ChunkError               a bulk stream that breaks its rules
+    │   ├── UnknownConfigKey      a key nobody reads; the nearest known one is named
+    │   └── InvalidConfigValue    a value outside its range, with where it came from
+    ├── InvalidInput              the caller's arguments; nothing was changed
+    │   ├── KeyLengthError        a key that is not 32 bytes
+    │   ├── PageSizeError         a page longer or shorter than its layout says
+    │   ├── LayoutError           a layout that cannot be stored, or differs from what is stored
+    │   ├── LimitExceeded         over a limit of GetCapabilities
+    │   └── ChunkError            a bulk stream that breaks its rules
     ├── NamespaceError
-    │   ├── UnknownHandle            a handle or session of another boot, or one that has ended
+    │   ├── UnknownHandle         a handle or session of another boot, or one that has ended
     │   ├── UnknownNamespace
-    │   ├── GenerationConflict       a bump whose expected generation is not the current one
-    │   └── NamespaceMismatch        the shard or the weights differ from what the namespace has
+    │   ├── GenerationConflict    a bump whose expected generation is not the current one
+    │   └── NamespaceMismatch     the shard or the weights differ from what the namespace has
     ├── LeaseError
     │   ├── LeaseExpired
     │   └── LeaseUnknown
     ├── ResourceError
-    │   ├── Busy                     no room that may be taken now
-    │   └── NotEnoughMemory          the machine cannot give what the configuration asks for
+    │   ├── Busy                  no room that may be taken now
+    │   └── NotEnoughMemory       the machine cannot give what the configuration asks for
     ├── AvailabilityError
-    │   ├── DaemonUnavailable        nobody answers at this address
+    │   ├── DaemonUnavailable     nobody answers at this address
     │   ├── DeadlineExceeded
-    │   ├── ClientClosed             used after close()
-    │   └── ForkedClient             used in a child process
+    │   ├── ClientClosed          used after close()
+    │   └── ForkedClient          used in a child process
     ├── IntegrityError
-    │   ├── CorruptPage              bytes that fail their checksum
-    │   ├── CorruptRecord            a record header that fails its checksum or makes no sense
-    │   ├── StaleGeneration          a ref, handle or commit of an older allocation
-    │   └── NonFinite                numbers that cannot be packed
-    ├── TierIOError                  a tier's device failed
-    ├── DirectoryError               the daemon directory: locked by another daemon, of another
-    version ├── MissingExtra                 an optional dependency is not installed └──
-    NotImplementedYet            defined in the protocol, not in this version
+    │   ├── CorruptPage           bytes that fail their checksum
+    │   ├── CorruptRecord         a record header that fails its checksum or makes no sense
+    │   ├── StaleGeneration       a ref, handle or commit of an older allocation
+    │   └── NonFinite             numbers that cannot be packed
+    ├── TierIOError               a tier's device failed
+    ├── DirectoryError            the daemon directory: locked by another, or of another version
+    ├── MissingExtra              an optional dependency is not installed
+    └── NotImplementedYet         defined in the protocol, not in this version
 
 The parents are never raised themselves. A leaf has exactly one gRPC status
 (transfer/grpc_status.py).

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc.aio
 import pytest
+
+from kvtier.testing.leaks import leak_audit
+
+__all__ = ["leak_audit"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,32 +25,9 @@ def repo() -> Path:
     return REPO
 
 
-def open_files() -> set[str]:
-    """What this process has open, as the kernel names it ("socket:[123]", "/path", ...)."""
-    found = set()
-    for entry in os.scandir("/proc/self/fd"):
-        try:
-            found.add(f"{entry.name} -> {os.readlink(entry.path)}")
-        except FileNotFoundError:
-            continue  # the descriptor of this very listing
-    return found
-
-
-@pytest.fixture
-def no_leaks() -> Iterator[None]:
-    """Fails a test that leaves a thread or an open file behind. Ask for it by name.
-
-    Threads get two seconds to end: joining is the business of close(), but a pool's last worker may
-    still be on its way out.
-    """
-    threads = set(threading.enumerate())
-    files = open_files()
+@pytest.fixture(scope="session", autouse=True)
+def grpc_runtime() -> Iterator[None]:
+    """Keeps gRPC's poller for the whole run, so that no test is charged with starting it."""
+    grpc.aio.init_grpc_aio()
     yield
-    deadline = time.monotonic() + 2
-    left = {thread for thread in threading.enumerate() if thread not in threads}
-    while left and time.monotonic() < deadline:
-        time.sleep(0.01)
-        left = {thread for thread in threading.enumerate() if thread not in threads}
-    assert not left, f"threads left behind: {sorted(thread.name for thread in left)}"
-    extra = open_files() - files
-    assert not extra, f"files left open: {sorted(extra)}"
+    grpc.aio.shutdown_grpc_aio()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvtier.cli.extras import daemon_extra
+
 __all__ = ["register"]
 
 
@@ -15,7 +17,8 @@ def register(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from kvtier.daemon.metrics import METRICS, metrics_markdown
+    with daemon_extra():
+        from kvtier.daemon.metrics import METRICS, metrics_markdown
 
     if arguments.markdown:
         print(metrics_markdown(), end="")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvtier.cli.extras import daemon_extra
 from kvtier.cli.options import add_config, configuration
 
 __all__ = ["register"]
@@ -28,6 +29,7 @@ def register(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     effective = configuration(arguments)
-    from kvtier.daemon.run import run
+    with daemon_extra():
+        from kvtier.daemon.run import run
 
     return run(effective, ready_fd=arguments.ready_fd)

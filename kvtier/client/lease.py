@@ -2,7 +2,8 @@
 
 Over grpc the bytes are still copies: the pages are pinned first and then fetched, so that none of
 them can be evicted between a lookup and its get. A lease ends with its `with` block, at its
-deadline unless renewed, or with the connection.
+deadline unless renewed, or with the connection: a daemon closes the session of a client that makes
+no call for `session_ttl_s` of its capabilities, so renew a lease that is held for long.
 
 Belongs to the event loop of its connection.
 """

@@ -14,6 +14,7 @@ its connections within two seconds.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 import weakref
@@ -43,6 +44,7 @@ __all__ = ["Connection", "Lease", "Namespace", "connect"]
 T = TypeVar("T")
 
 _STOP_S_MAX: Final = 2.0
+_CALLS_S_MAX: Final = 0.5
 
 
 def connect(
@@ -60,12 +62,18 @@ class _Runner:
     """One event loop in one daemon thread; runs coroutines for any thread and waits for them."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # between taking a call and beginning to stop
+        self._is_stopping = False
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_ignore_lost_race)
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="kvtier-client", daemon=True
-        )
+        self._thread = threading.Thread(target=self._serve, name="kvtier-client", daemon=True)
         self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         ended = threading.Event()
@@ -76,15 +84,15 @@ class _Runner:
             finally:
                 ended.set()
 
-        running = run()
-        try:
-            future = asyncio.run_coroutine_threadsafe(running, self._loop)
-        except RuntimeError:
-            running.close()
-            coroutine.close()
-            raise ClientClosed("the connection is closed", remedy="connect again") from None
+        with self._lock:
+            if self._is_stopping:
+                coroutine.close()
+                raise _closed()
+            future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise _closed() from None
         finally:
             if not ended.is_set():
                 # An interrupt: the call must not write to the caller's memory after it.
@@ -92,25 +100,35 @@ class _Runner:
                 ended.wait(_STOP_S_MAX)
 
     def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs `last`, then ends loop and thread."""
-        if self._loop.is_closed() or not self._thread.is_alive():
-            return
+        """Runs `last`, then ends loop and thread. Once."""
+        with self._lock:
+            self._is_stopping = True
+        ending = asyncio.run_coroutine_threadsafe(self._wind_up(last), self._loop)
+        if threading.current_thread() is self._thread:
+            return  # the collector dropped the connection here: nothing to wait for
         try:
-            asyncio.run_coroutine_threadsafe(self._wind_up(last), self._loop).result(_STOP_S_MAX)
+            ending.result(_STOP_S_MAX)
         except TimeoutError:
-            pass
-        finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_STOP_S_MAX)
-            if not self._thread.is_alive():
-                self._loop.close()
+        self._thread.join(_STOP_S_MAX)
 
     async def _wind_up(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        await last()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            # Calls of other threads that the close has just ended: let them report it.
-            await asyncio.wait(others, timeout=_STOP_S_MAX / 2)
+        try:
+            await last()
+            # Calls of other threads that this has just ended: let them say so.
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            if left:
+                _, left = await asyncio.wait(left, timeout=_CALLS_S_MAX)
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=_CALLS_S_MAX)
+        finally:
+            self._loop.call_soon(self._loop.stop)
+
+
+def _closed() -> ClientClosed:
+    return ClientClosed("the connection is closed", remedy="connect again")
 
 
 def _ignore_lost_race(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ ended.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -52,8 +53,7 @@ class Pins:
             if not len(held):
                 return 0, codes
             self._residents.touch(held)
-            for row in held.tolist():
-                self._residents.hold(row)
+            self._residents.hold_many(held)
             return self._book.open(session, held.tolist(), deadline), codes
 
     def renew(
@@ -100,6 +100,5 @@ class Pins:
             self._release(rows)
         return len(ended)
 
-    def _release(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            self._residents.release(row)
+    def _release(self, rows: array[int]) -> None:
+        self._residents.release_many(np.array(rows, np.int64))

@@ -162,6 +162,25 @@ class Residents:
             elif state == State.RETIRING:
                 self.drain(row)
 
+    def hold_many(self, rows: npt.NDArray[np.int64]) -> None:
+        """As `hold` for each of `rows`; a row may be named more than once."""
+        np.add.at(self.table.column("leases"), rows, 1)
+
+    def release_many(self, rows: npt.NDArray[np.int64]) -> None:
+        """As `release` for each of `rows`, without a step a row: leases can be large."""
+        table = self.table
+        np.subtract.at(table.column("leases"), rows, 1)
+        rows = np.unique(rows)
+        leases = table.column("leases")[rows]
+        assert not bool((leases < 0).any())
+        rows = rows[leases == 0]
+        states = table.column("state")[rows]
+        unqueued = (table.column("queued")[rows] == 0) & (table.column("children")[rows] == 0)
+        for row in rows[(states == State.SEALED) & unqueued].tolist():
+            self._queue_of(row).ready(row)
+        for row in rows[states == State.RETIRING].tolist():
+            self.drain(row)
+
     def touch(self, rows: npt.NDArray[np.int64]) -> None:
         """The pages were used together; `rows` goes from the head of their chain to its tail."""
         table = self.table

@@ -114,7 +114,7 @@ class Registry:
             before = self._namespaces.to_state()
             number = self._namespaces.delete(fingerprint)
             await self._save(before)
-            pages = self._store.pages_in(number)
+            pages = self._store.pages_by_namespace().get(number, 0)
             self._store.end_namespace(number)
             return pages
 

@@ -8,6 +8,7 @@ A file is replaced by writing `NAME.tmp`, syncing it, renaming it and syncing th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from pathlib import Path
@@ -40,6 +41,8 @@ def write_sealed(path: Path, kind: bytes, payload: bytes) -> None:
         temporary.replace(path)
         _sync_directory(path.parent)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise DirectoryError(
             f"{path} cannot be written: {error.strerror}",
             remedy="Make room, and check that the daemon's user may write there.",

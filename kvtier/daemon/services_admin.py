@@ -165,6 +165,7 @@ def _tiers(node: Node) -> list[pb.TierStatus]:
 
 
 def _namespaces(node: Node) -> list[pb.NamespaceStatus]:
+    pages = node.store.pages_by_namespace()
     return [
         pb.NamespaceStatus(
             fingerprint=family.identity.fingerprint,
@@ -173,7 +174,7 @@ def _namespaces(node: Node) -> list[pb.NamespaceStatus]:
             weights_revision=family.weights_revision,
             generation=family.generation,
             shard_count=family.identity.shard_count,
-            pages=node.store.pages_in(family.number),
+            pages=pages.get(family.number, 0),
         )
         for family in node.registry.families()
     ]

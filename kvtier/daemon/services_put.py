@@ -25,6 +25,7 @@ __all__ = ["put"]
 
 #: Bytes taken between two looks at the clock, and the longest stretch without a turn for others.
 _SLICE_BYTES = 128 << 10
+_SLICE_PAGES = 16
 _STRETCH_S = 0.002
 _CODECS = {int(codec): codec for codec in Codec}
 
@@ -90,17 +91,28 @@ def _begin(node: Node, message: PutMessage, stack: ExitStack) -> _PutCall:
             )
         )
     )
-    return _PutCall(node, opened, intake, budget)
+    page_bytes = handle.bound.layout.raw_bytes
+    return _PutCall(node, opened, intake, budget, page_bytes=page_bytes)
 
 
 class _PutCall:
-    def __init__(self, node: Node, opened: pb.PutOpen, intake: Intake, budget: ByteBudget) -> None:
+    def __init__(
+        self,
+        node: Node,
+        opened: pb.PutOpen,
+        intake: Intake,
+        budget: ByteBudget,
+        *,
+        page_bytes: int,
+    ) -> None:
         self._node = node
         self._opened = opened
         self._budget = budget
         self._announced = 0
         self._bytes = 0
         self.intake = intake
+        # A page costs its own time, however small it is.
+        self._slice = min(_SLICE_BYTES, _SLICE_PAGES * page_bytes)
 
     async def take(self, message: PutMessage) -> None:
         """One message. Raises what `put` raises."""
@@ -117,8 +129,8 @@ class _PutCall:
             self._node.admission.take(self._budget, sum(meta.length for meta in metas))
         loop = asyncio.get_running_loop()
         since = loop.time()
-        for at in range(0, len(message.data), _SLICE_BYTES):
-            self.intake.feed(message.offset + at, message.data[at : at + _SLICE_BYTES])
+        for at in range(0, len(message.data), self._slice):
+            self.intake.feed(message.offset + at, message.data[at : at + self._slice])
             if loop.time() - since > _STRETCH_S:
                 await asyncio.sleep(0)
                 since = loop.time()

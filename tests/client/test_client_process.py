@@ -4,7 +4,6 @@ loads.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import random
@@ -88,7 +87,47 @@ def test_close_ends_calls_of_other_threads(daemon, layout):
     assert time.monotonic() - began < 3
 
 
-def test_nothing_is_left_behind(daemon, layout, make_pages, no_leaks):
+def test_calls_that_begin_while_another_thread_closes(daemon, layout):
+    """Each gives an outcome or ClientClosed; none waits for a loop that has ended."""
+    for _ in range(15):
+        kv = kvtier.connect(daemon.url, deadline=5)
+        ns = kv.namespace(layout)
+        keys = ns.keys(range(4))
+        seen = []
+
+        def call(ns=ns, keys=keys, seen=seen):
+            try:
+                while True:
+                    seen.append(ns.lookup(keys).reasons)
+            except kvtier.ClientClosed:
+                seen.append("closed")
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.02)
+        kv.close()
+        for thread in threads:
+            thread.join(5)
+            assert not thread.is_alive()
+        assert seen.count("closed") == 4
+
+
+def test_a_connection_may_be_dropped_in_its_own_thread(daemon, layout):
+    kv = kvtier.connect(daemon.url, deadline=5)
+    kv.namespace(layout)
+    thread = kv._runner._thread
+    holder = [kv]
+    del kv
+    began = time.monotonic()
+    holder[0]._runner._loop.call_soon_threadsafe(holder.clear)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert time.monotonic() - began < 1
+    assert daemon.sessions == set()
+
+
+def test_nothing_is_left_behind(daemon, layout, make_pages):
     for _ in range(3):
         with kvtier.connect(daemon.url, deadline=5.0) as kv:
             ns = kv.namespace(layout)
@@ -99,7 +138,7 @@ def test_nothing_is_left_behind(daemon, layout, make_pages, no_leaks):
                 pass
 
 
-def test_a_connection_that_is_forgotten_closes_itself(daemon, layout, no_leaks):
+def test_a_connection_that_is_forgotten_closes_itself(daemon, layout):
     ns = kvtier.connect(daemon.url).namespace(layout)
     seen = weakref.ref(ns._connection)
     del ns
@@ -317,77 +356,3 @@ def test_every_exported_name_is_there():
     assert set(kvtier.__all__) <= set(dir(kvtier))
     with pytest.raises(AttributeError, match="colour"):
         _ = kvtier.colour
-
-
-def test_the_asyncio_client(daemon, layout, make_pages):
-    pages = make_pages(8)
-
-    async def main():
-        async with kvtier.aio.connect(daemon.url, deadline=5.0) as kv:
-            ns = await kv.namespace(layout)
-            keys = ns.keys(range(32))
-            puts = await asyncio.gather(
-                *(ns.put(keys[n : n + 1], pages[n : n + 1]) for n in range(8))
-            )
-            assert [put.stored for put in puts] == [1] * 8
-            gots = await asyncio.gather(*(ns.get(keys) for _ in range(8)))
-            assert all(got.pages == pages for got in gots)
-            async with ns.lease(keys[:2]) as held:
-                assert await held.pages() == pages[:2]
-            assert (await ns.delete(keys)).deleted == 8
-            assert (await kv.status()).state == "ready"
-            assert await ns.bump() == 2
-            assert await ns.reopen() == 2
-        with pytest.raises(kvtier.ClientClosed):
-            await ns.get(keys)
-
-    asyncio.run(main())
-    assert daemon.sessions == set()
-
-
-def test_a_cancelled_call_ends_and_writes_nothing_more(daemon, layout, make_pages):
-    async def main():
-        async with kvtier.aio.connect(daemon.url, deadline=5.0) as kv:
-            ns = await kv.namespace(layout)
-            keys = ns.keys(range(16))
-            await ns.put(keys, make_pages(4))
-            daemon.stall_get_after = 2
-            out = bytearray(4 * layout.raw_bytes)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(ns.get(keys, out=out), 0.2)
-            daemon.stall_get_after = -1
-            out.append(0)  # nobody holds it any more
-            assert (await ns.get(keys)).hits == 4
-
-    asyncio.run(main())
-
-
-def test_an_asyncio_connection_belongs_to_one_loop(daemon, layout):
-    kv = kvtier.aio.connect(daemon.url)
-
-    async def use():
-        await kv.status()
-
-    async def close():
-        await kv.close()
-
-    with asyncio.Runner() as first:
-        first.run(use())
-        with asyncio.Runner() as second, pytest.raises(kvtier.ClientClosed, match="another event"):
-            second.run(use())
-        first.run(close())
-
-
-def test_first_calls_at_once_open_one_session(daemon, layout):
-    async def main():
-        async with kvtier.aio.connect(daemon.url, deadline=5.0) as kv:
-            spaces = await asyncio.gather(
-                *(kv.namespace(layout, tenant=f"t{n}") for n in range(10))
-            )
-            daemon.boot()
-            keys = spaces[0].keys(range(4))
-            await asyncio.gather(*(ns.lookup(keys) for ns in spaces for _ in range(3)))
-            assert len(daemon.sessions) == 1
-            assert len(daemon.handles) == 10
-
-    asyncio.run(main())

@@ -189,30 +189,38 @@ def test_kills_in_the_middle_of_calls_give_no_wrong_page(process):
         ns = kv.namespace(opaque(nbytes))
         keys = ns.keys(range(8))
 
+        def step(number, rng, out):
+            if rng.random() < 0.5:
+                ns.put(keys, pages)
+            out[:] = 0xA5
+            for index, item in enumerate(ns.get(keys, out=out)):
+                is_hit = item.reason is GetCode.HIT
+                counts["hits" if is_hit else "others"] += 1
+                if is_hit and not np.array_equal(out[index], pages[index]):
+                    wrong.append((number, index))
+
         def work(number):
             rng = random.Random(seed + number)
             out = np.zeros_like(pages)
-            while not ended.is_set():
-                if rng.random() < 0.5:
-                    ns.put(keys, pages)
-                out[:] = 0xA5
-                for index, item in enumerate(ns.get(keys, out=out)):
-                    is_hit = item.reason is GetCode.HIT
-                    counts["hits" if is_hit else "others"] += 1
-                    if is_hit and not np.array_equal(out[index], pages[index]):
-                        wrong.append((number, index))
+            while not ended.wait(0.01):
+                try:
+                    step(number, rng, out)
+                except kvtier.KvtierError as error:
+                    wrong.append((number, repr(error)))
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
         for thread in threads:
             thread.start()
-        for _ in range(3):
-            time.sleep(0.7)
-            process.kill()
-            process.start()
-        assert comes_back(lambda: ns.put(keys, pages).stored == 8 and ns.get(keys).hits == 8)
-        ended.set()
-        for thread in threads:
-            thread.join(10)
+        try:
+            for _ in range(3):
+                time.sleep(0.7)
+                process.kill()
+                process.start()
+            assert comes_back(lambda: ns.put(keys, pages).stored == 8 and ns.get(keys).hits == 8)
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join(10)
         assert wrong == [], f"seed {seed}"
         assert counts["hits"] > 0
         assert counts["others"] > 0

@@ -68,8 +68,8 @@ def test_the_machine_finds_a_slot_that_is_never_given_back(monkeypatch: pytest.M
 
 def test_the_machine_finds_an_eviction_that_ignores_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rare by chance, so driven by hand: two pages, one pinned, then two more."""
-    monkeypatch.setattr(Residents, "hold", lambda self, row: None)
-    monkeypatch.setattr(Residents, "release", lambda self, row: None)
+    for name in ("hold", "release", "hold_many", "release_many"):
+        monkeypatch.setattr(Residents, name, lambda self, rows: None)
     machine = Tiny()
     for n in (0, 1):
         machine.seal(machine.reserve(n=n, parent=None))

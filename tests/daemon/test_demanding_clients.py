@@ -119,20 +119,20 @@ def test_bytes_under_way_are_bounded_and_given_back(make_daemon):
         pages = [(key_of(i), payload_of(i)) for i in range(3)]
 
         def messages():
-            yield from list(put_stream(opened, pages))[:1]
+            whole = list(put_stream(opened, pages, chunk_bytes=len(pages[0][1])))
+            yield from whole[:2]
             assert go.wait(10)
-            yield from list(put_stream(opened, pages))[1:]
+            yield from whole[2:]
 
         with ThreadPoolExecutor(1) as pool:
             slow = pool.submit(raw.put_messages, messages())
             deadline = time.monotonic() + 5
-            found = None
-            while found is None and time.monotonic() < deadline:
-                try:
-                    raw.put(opened, [(key_of((9, i)), payload_of(i)) for i in range(2)])
-                except grpc.RpcError as error:
-                    found = error_of(error)[:2]
-            assert found == (grpc.StatusCode.RESOURCE_EXHAUSTED, "Busy")
+            # Once its first page is there, all of its bytes are counted.
+            while list(raw.lookup(opened, [key_of(0)]).codes) != [1]:
+                assert time.monotonic() < deadline
+            with pytest.raises(grpc.RpcError) as refused:
+                raw.put(opened, [(key_of((9, i)), payload_of(i)) for i in range(2)])
+            assert error_of(refused.value)[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "Busy")
             go.set()
             assert list(slow.result().codes) == [1, 1, 1]
         for i in range(20):  # nothing stays counted

@@ -166,7 +166,6 @@ def test_the_reference_page_is_up_to_date(repo):
     assert (repo / "docs" / "metrics.md").read_text() == metrics_markdown(), "run `make docs`"
 
 
-@pytest.mark.usefixtures("no_leaks")
 def test_the_exporter_gives_everything_back(metrics):
     exporter = Exporter(metrics.registry, "127.0.0.1", 0)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,14 +60,14 @@ class Rig:
         return intake.codes
 
     def get(self, *keys: bytes, **how: object) -> list[tuple[GetCode, bytes]]:
-        options = {
+        options: dict[str, Any] = {
             "accept": frozenset({Codec.RAW}),
             "lossy_ok": False,
             "verify": Verify.ALWAYS,
             "sample_one_in": 1,
         } | how
         array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
-        outlet = Outlet(self.store, self.arena, self.place, array, **options)  # type: ignore[arg-type]
+        outlet = Outlet(self.store, self.arena, self.place, array, **options)
         try:
             return [(page.code, bytes(page.payload or b"")) for page in outlet]
         finally:
@@ -115,6 +116,16 @@ def page(
     )
     meta = PageMeta(key=key, length=len(payload), codec=codec, payload_sum=made)
     return replace(meta, **more), payload  # type: ignore[arg-type]
+
+
+def fp8_payload(scale: float) -> bytes:
+    """Zeros as codes; one scale is `scale`, the others 1."""
+    offset, count = LAYOUT.scales_span
+    packed = bytearray(LAYOUT.fp8_bytes)
+    scales = np.ones(count, "<f4")
+    scales[3] = scale
+    packed[offset : offset + 4 * count] = scales.tobytes()
+    return bytes(packed)
 
 
 def test_what_comes_back_is_what_was_put(rig: Rig) -> None:
@@ -234,9 +245,7 @@ def test_swapped_records_are_corrupt(rig: Rig) -> None:
 
 
 def test_a_lossy_or_unreadable_copy_is_a_miss(rig: Rig) -> None:
-    packed = bytes(LAYOUT.fp8_bytes - 16 * 2) + np.ones(8, "<f4").tobytes()
-    packed = packed.ljust(LAYOUT.fp8_bytes, b"\0")
-    meta, payload = page(rig.place, 1, packed, codec=Codec.FP8, lossy=True)
+    meta, payload = page(rig.place, 1, fp8_payload(1.0), codec=Codec.FP8, lossy=True)
     assert rig.put((meta, payload)) == [PutCode.STORED]
     both = frozenset(Codec)
     assert rig.get(b"\x01" * 32) == [(GetCode.MISS, b"")]
@@ -247,12 +256,7 @@ def test_a_lossy_or_unreadable_copy_is_a_miss(rig: Rig) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-45])
 def test_fp8_pages_with_bad_scales_are_nonfinite(rig: Rig, scale: float) -> None:
-    offset, count = LAYOUT.scales_span
-    packed = bytearray(LAYOUT.fp8_bytes)
-    scales = np.ones(count, "<f4")
-    scales[3] = scale
-    packed[offset : offset + 4 * count] = scales.tobytes()
-    meta, payload = page(rig.place, 1, bytes(packed), codec=Codec.FP8, lossy=True)
+    meta, payload = page(rig.place, 1, fp8_payload(scale), codec=Codec.FP8, lossy=True)
     assert rig.put((meta, payload)) == [PutCode.NONFINITE]
     assert rig.get(b"\x01" * 32, accept=frozenset(Codec), lossy_ok=True)[0][0] is GetCode.MISS
 

@@ -29,6 +29,9 @@ CHUNK_BYTES: Final = 1 << 20
 #: About what one announcement takes on the wire; counted against the chunk.
 _ANNOUNCEMENT_BYTES: Final = 128
 
+#: Announcements in one message: the daemon takes them in one stretch, some 10 us each.
+_PAGES_PER_MESSAGE: Final = 256
+
 #: More than a message has around its pages and their bytes.
 _HEAD_BYTES: Final = 1024
 
@@ -44,6 +47,10 @@ def put_messages(
     pieces: list[memoryview] = []
     room, sent = chunk_bytes, 0
     for page in pages:
+        if len(head.pages) >= _PAGES_PER_MESSAGE:
+            yield encode_put(head, pieces)
+            sent += sum(map(len, pieces))
+            head, pieces, room = pb.PutRequest(offset=sent), [], chunk_bytes
         _announce(head, page)
         room -= _ANNOUNCEMENT_BYTES
         data = page.data
