@@ -25,6 +25,7 @@ __all__ = ["Placement"]
 #: Between two looks at other classes' slabs (a vector scan of the table) lie so many evictions of a
 #: class.
 _SLAB_LOOK_EVERY = 256
+_SLABS_TRIED = 4
 
 
 class Placement:
@@ -59,9 +60,7 @@ class Placement:
         until_look = self._until_look.get(key, 0)
         if own_coldest == NEVER or until_look <= 0:
             self._until_look[key] = _SLAB_LOOK_EVERY
-            slab = self._coldest_slab(tier, record_bytes, colder_than=own_coldest)
-            if slab is not None:
-                self._empty_slab(tier, slab)
+            if self._empty_a_slab(tier, record_bytes, colder_than=own_coldest):
                 return True
         self._until_look[key] -= 1
         row = queue.victim(self._evictable)
@@ -95,49 +94,50 @@ class Placement:
                     rows.append(other)
         return rows
 
-    def _coldest_slab(self, tier: Tier, record_bytes: int, *, colder_than: int) -> int | None:
-        """The slab of another class whose hottest page is the coldest, if all of it may give
-        way."""
+    def _empty_a_slab(self, tier: Tier, record_bytes: int, *, colder_than: int) -> bool:
+        """Empties the coldest slab of another class that may give way."""
+        for slab in self._coldest_slabs(tier, record_bytes, colder_than=colder_than):
+            rows = self._dependents(self._rows_in(tier, slab))
+            if bool((self._residents.table.column("leases")[rows] == 0).all()):
+                self._residents.retire_many(rows)
+                self.evicted += len(rows)
+                self.slabs_moved += 1
+                return True
+        return False
+
+    def _coldest_slabs(self, tier: Tier, record_bytes: int, *, colder_than: int) -> list[int]:
+        """A few slabs of other classes all of whose pages are colder, the coldest first."""
         table = self._residents.table
         units = self._residents.allocators[tier].slab_range(0)[1]
         mine = (table.live("tier") == tier) & (table.live("state") != State.FREE)
         mine &= table.live("record") != record_bytes
         rows = np.flatnonzero(mine)
         if not len(rows):
-            return None
+            return []
         slabs = (table.live("slot")[rows] // np.uint64(units)).astype(np.int64)
         busy = (table.live("leases")[rows] != 0) | (table.live("state")[rows] != State.SEALED)
         heat = np.where(busy, np.uint64(NEVER), table.live("stamp")[rows])
-        hottest = np.zeros(int(slabs.max()) + 1, np.uint64)
-        present = np.zeros(len(hottest), bool)
-        np.maximum.at(hottest, slabs, heat)
-        present[slabs] = True
-        hottest[~present] = NEVER
-        slab = int(hottest.argmin())
-        return slab if int(hottest[slab]) < min(colder_than, NEVER) else None
+        numbers, places = np.unique(slabs, return_inverse=True)
+        hottest = np.zeros(len(numbers), np.uint64)
+        np.maximum.at(hottest, places, heat)
+        order = np.argsort(hottest, kind="stable")[:_SLABS_TRIED]
+        return [int(numbers[i]) for i in order if int(hottest[i]) < min(colder_than, NEVER)]
 
-    def _empty_slab(self, tier: Tier, slab: int) -> None:
+    def _rows_in(self, tier: Tier, slab: int) -> npt.NDArray[np.int64]:
         table = self._residents.table
         low, high = self._residents.allocators[tier].slab_range(slab)
         slots = table.live("slot")
         inside = (table.live("tier") == tier) & (table.live("state") == State.SEALED)
-        inside &= (slots >= low) & (slots < high)
-        rows = np.flatnonzero(inside)
-        rows = np.union1d(rows, self._descendants(rows))
-        self.slabs_moved += 1
-        for row in rows.tolist():
-            if table.state[row] == State.SEALED:  # a sibling may have taken it along
-                self.evict_page(row)
+        return np.flatnonzero(inside & (slots >= low) & (slots < high))
 
-    def _descendants(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Unpinned pages that would be unreachable without `rows`."""
+    def _dependents(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The rows and all that would be useless without them: pages after them, sibling shards."""
         table = self._residents.table
         parents = table.live("parent").astype(np.int64) - 1
-        free_to_go = (table.live("state") == State.SEALED) & (table.live("leases") == 0)
-        found = rows
-        frontier = rows
+        found = frontier = rows
         while len(frontier):
-            frontier = np.flatnonzero(np.isin(parents, frontier) & (parents >= 0) & free_to_go)
-            frontier = np.setdiff1d(frontier, found)
+            after = np.flatnonzero(np.isin(parents, frontier) & (parents >= 0))
+            shards = [row for at in frontier.tolist() for row in self._siblings(at)]
+            frontier = np.setdiff1d(np.union1d(after, np.array(shards, np.int64)), found)
             found = np.union1d(found, frontier)
         return found

@@ -169,10 +169,10 @@ class Store:
     def acquire_next(
         self, ref: PageRef, namespace: int, shard: int, key: bytes
     ) -> Reading | GetCode:
-        """A Reading of the best copy that is not `ref`: where a get goes on after a bad copy."""
+        """A Reading of the copy to try after `ref`, of the same tier (put anew) or a lower one."""
         with self._lock:
             for row in self._index.copies(self._index.find(namespace, shard, key)):
-                if self._ref(row) != ref:
+                if self._table.tier[row] >= ref.tier and self._ref(row) != ref:
                     return self._read(row)
             return GetCode.MISS
 

@@ -322,20 +322,21 @@ class Outlet:
             self._current = None
 
     def _serve(self, reading: Reading | GetCode, key: bytes) -> Outgoing:
-        """The first copy that is whole, from the best tier down; CORRUPT when there were only bad
-        ones."""
+        """The first copy that is whole and acceptable, from the best tier down.
+
+        CORRUPT when there was a bad one and no good one.
+        """
         seen_corrupt = False
         while isinstance(reading, Reading):
             self._current = reading
-            if reading.codec not in self._accept or (reading.lossy and not self._lossy_ok):
-                return Outgoing(GetCode.MISS)
-            header, payload = self._load(reading, key)
-            if header is not None:
-                return Outgoing(GetCode.HIT, header, payload, reading.ref.tier)
-            seen_corrupt = True
-            self.corrupt += 1
+            if reading.codec in self._accept and (self._lossy_ok or not reading.lossy):
+                header, payload = self._load(reading, key)
+                if header is not None:
+                    return Outgoing(GetCode.HIT, header, payload, reading.ref.tier)
+                seen_corrupt = True
+                self.corrupt += 1
+                self._store.condemn(reading.ref)
             ref = reading.ref
-            self._store.condemn(ref)
             self._let_go()
             reading = self._store.acquire_next(ref, self._place.namespace, self._place.shard, key)
         return Outgoing(GetCode.CORRUPT if seen_corrupt else reading)

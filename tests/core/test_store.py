@@ -256,6 +256,37 @@ def test_a_slab_changes_class_when_all_of_it_is_colder() -> None:
     store.check()
 
 
+def test_a_slab_with_a_page_whose_sibling_is_pinned_does_not_give_way() -> None:
+    store = make_store(slots=8, slab_slots=2, shard_count=2)
+    for n in range(4):  # page n: shard 0 and 1 side by side in slab n
+        for shard in range(2):
+            assert put(store, n, shard=shard) is PutCode.STORED
+    lease, _ = store.pins.pin(7, NS, 1, keys([0, 1]), deadline=9.0)
+    big = 2 * RECORD
+    assert put(store, 100, record=big) is PutCode.STORED
+    assert present(store, [0, 1, 2, 3]) == [0, 1, 3], "the coldest slab of which nothing is pinned"
+    store.end_namespace(NS)
+    assert store.pins.unpin(7, [lease], now=1.0) == [LeaseCode.RELEASED]
+    while store.sweep(100):
+        pass
+    assert store.status()[Tier.HOST].used_bytes == 0
+    store.check()
+
+
+def test_pinned_siblings_never_hide_pages_that_can_go() -> None:
+    """Rank 0 pins two thousand pages; rank 1's copies of them are the coldest, and stay."""
+    count = 2000
+    store = make_store(slots=2 * count + 4, shard_count=2)
+    for n in range(count + 2):
+        for shard in range(2):
+            put(store, n, shard=shard)
+    store.pins.pin(7, NS, 0, keys(range(count)), deadline=9.0)
+    codes = [put(store, 9000 + n, shard=shard) for n in range(8) for shard in range(2)]
+    assert codes.count(PutCode.STORED) >= 8
+    assert len(present(store, range(count))) == count
+    store.check()
+
+
 def test_a_copy_in_two_tiers_survives_the_loss_of_either() -> None:
     store = make_store(slots=2, nvme_slots=4)
     put(store, 1)

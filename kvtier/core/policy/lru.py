@@ -22,8 +22,8 @@ __all__ = ["Clock", "LruTailFirst"]
 _ROW_BITS = 31
 _ROW_MASK = (1 << _ROW_BITS) - 1
 NEVER = 1 << 63
-#: Candidates that the caller may turn down (a sibling shard is pinned) before an eviction gives up.
-PASSES_MAX = 64
+#: Candidates that the caller may turn down (a sibling shard is in use) before an eviction gives up.
+PASSES_MAX = 1024
 
 
 class Clock:
@@ -71,19 +71,21 @@ class LruTailFirst:
                 self._rebuild()
 
     def victim(self, evictable: Callable[[int], bool]) -> int:
-        passed_over: list[int] = []
-        found = NO_ROW
-        while len(passed_over) < PASSES_MAX and (row := self._settle_top()) != NO_ROW:
-            entry = heapq.heappop(self._heap)
-            if evictable(row):
-                self._table.queued[row] = 0
-                self._queued -= 1
-                found = row
+        queued = self._table.queued
+        for _ in range(PASSES_MAX):
+            row = self._settle_top()
+            if row == NO_ROW:
                 break
-            passed_over.append(entry)
-        for entry in passed_over:
-            heapq.heappush(self._heap, entry)
-        return found
+            heapq.heappop(self._heap)
+            queued[row] = 0
+            self._queued -= 1
+            if evictable(row):
+                return row
+            # One shard of it is in use, so all of it is: else the same pages would be asked about
+            # again and again while others could go.
+            self._table.stamp[row] = self._clock.ticks(1)
+            self._push(row)
+        return NO_ROW
 
     def coldest(self) -> int:
         row = self._settle_top()
