@@ -44,7 +44,8 @@ __all__ = [
     "settings",
 ]
 
-#: The index is sized for pages of so many bytes; smaller pages fill it before they fill the tier.
+#: The index has one entry for so many bytes of the tier. A record is never shorter (a header block
+#: and at least one block of payload), so the tier is full before its index.
 PAGE_BYTES_PER_INDEX_ENTRY = 8192
 
 _KIB, _MIB, _GIB, _TIB = 2**10, 2**20, 2**30, 2**40
@@ -172,7 +173,8 @@ class HostConfig:
 
     bytes: int = _size(
         4 * _GIB,
-        "Capacity of the arena, record headers included; used in whole slabs of 64 MiB.",
+        "Capacity of the arena, record headers included. It is cut into slabs of 64 MiB or "
+        "somewhat more (below that, one slab); a page must fit into one.",
         low=_MIB,
         high=64 * _TIB,
     )

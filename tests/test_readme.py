@@ -6,7 +6,7 @@ import re
 import runpy
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,16 +18,6 @@ torch = pytest.importorskip("torch")
 
 PAGES = 5
 PAGE_TOKENS = 64
-CONFIG = SimpleNamespace(
-    _name_or_path="acme/tiny",
-    model_type="llama",
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    hidden_size=64,
-    head_dim=16,
-    rope_theta=10000.0,
-)
 
 
 def client_block(repo: Path) -> str:
@@ -36,34 +26,23 @@ def client_block(repo: Path) -> str:
     return block
 
 
-def run_block(repo: Path, url: str, pages: torch.Tensor, where: Path) -> dict[str, object]:
-    names: dict[str, object] = {
-        "config": CONFIG,
-        "rev": "main",
-        "url": url,
-        "token_ids": list(range(PAGES * PAGE_TOKENS + 3)),
-        "pages": pages,
-        "pool": torch.zeros((8, *pages.shape[1:]), dtype=pages.dtype),
-        "page_ids": [7, 0, 3, 2, 5],
-    }
+def run_block(repo: Path, url: str, where: Path) -> dict[str, Any]:
     path = where / "block.py"
     path.write_text(client_block(repo), encoding="utf-8")
-    return runpy.run_path(str(path), init_globals=names)
+    torch.manual_seed(5)
+    return runpy.run_path(str(path), init_globals={"url": url})
 
 
 def test_the_client_block_runs(repo: Path, tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(5)
-    shape = (PAGES, 2, 2, PAGE_TOKENS, 2, 16)
-    pages = torch.randn(shape, generator=generator).to(torch.bfloat16)
     with tempfile.TemporaryDirectory(prefix="kvt-") as home, DaemonProcess(Path(home)) as daemon:
-        first = run_block(repo, daemon.url, pages, tmp_path)
+        first = run_block(repo, daemon.url, tmp_path)
         assert first["got"].prefix == 0
         assert [r.reason for r in first["put"]] == [kvtier.PutCode.STORED] * PAGES
-        second = run_block(repo, daemon.url, pages, tmp_path)
-    got = second["got"]
+        second = run_block(repo, daemon.url, tmp_path)
+    got, pages = second["got"], second["pages"]
     assert got.prefix_tokens == PAGES * PAGE_TOKENS
     assert {result.tier for result in got} == {kvtier.Tier.HOST}
-    assert torch.equal(second["pool"][second["page_ids"]], pages)
+    assert torch.equal(second["pool"][[7, 0, 3, 2, 5]], pages)
     assert list(second["put"]) == []
     for view, page in zip(second["views"], pages, strict=True):
         assert torch.equal(torch.stack([view["k"], view["v"]]), page)

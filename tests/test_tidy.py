@@ -23,6 +23,7 @@ CATCHES_ALL = ("kvtier/daemon/server.py", "kvtier/daemon/run.py")
 #: The only places that change the state or the generation of a page copy (a namespace has a
 #: generation too, in a file of its own).
 LIFECYCLE = ("kvtier/core/lifecycle.py", "kvtier/core/table.py", "kvtier/core/namespaces.py")
+LIFECYCLE_NAMES = {"state", "state_np", "generation", "generation_np"}
 #: What only some installations have: imported where it is used, so that the rest works without.
 OPTIONAL = {
     "gguf", "matplotlib", "ml_dtypes", "mooncake", "numba", "safetensors", "tokenizers", "torch",
@@ -214,13 +215,53 @@ def test_only_the_lifecycle_changes_state() -> None:
     for name, node in nodes(ast.Assign, ast.AugAssign, ast.AnnAssign, but=LIFECYCLE):
         if not name.startswith("kvtier/core/"):
             continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        found += [
-            f"{name}:{node.lineno} .{target.attr}"
-            for target in targets
-            if isinstance(target, ast.Attribute) and target.attr in {"state", "generation"}
-        ]
+        found += [f"{name}:{node.lineno} {what}" for what in lifecycle_changes(node)]
     check(found, "fire an event of core/lifecycle.py instead of assigning the state")
+
+
+@pytest.mark.parametrize(
+    ("statement", "seen"),
+    [
+        ("page.state = x", ["state"]),
+        ("page.generation += 1", ["generation"]),
+        ("table.state[row] = x", ["state"]),
+        ("table.state[row]: int = x", ["state"]),
+        ("self._table.state_np[rows] = x", ["state_np"]),
+        ('table.column("state")[rows] = x', ["state"]),
+        ('table.column("generation")[rows] |= x', ["generation"]),
+        ("a, (b, table.state[1:2]) = x", ["state"]),
+        ("[*page.state] = x", ["state"]),
+        ("a = table.state[row]", []),
+        ("states[table.state[row]] = x", []),
+        ("state = x", []),
+        ('table.column("tier")[rows] = x', []),
+        ("table.state[row].lock = x", []),
+    ],
+)
+def test_the_check_sees_every_way_to_assign(statement: str, seen: list[str]) -> None:
+    (node,) = ast.parse(statement).body
+    assert lifecycle_changes(node) == seen
+
+
+def lifecycle_changes(node: ast.AST) -> list[str]:
+    """The states and generations that an assignment writes, as attributes or columns."""
+    targets = list(node.targets if isinstance(node, ast.Assign) else [node.target])
+    found = []
+    while targets:
+        target = targets.pop(0)
+        if isinstance(target, ast.Tuple | ast.List):
+            targets += target.elts
+        elif isinstance(target, ast.Starred | ast.Subscript):
+            targets.append(target.value)
+        elif isinstance(target, ast.Attribute) and target.attr in LIFECYCLE_NAMES:
+            found.append(target.attr)
+        elif isinstance(target, ast.Call) and dotted(target.func).endswith(".column"):
+            found += [
+                word.value
+                for word in target.args
+                if isinstance(word, ast.Constant) and word.value in LIFECYCLE_NAMES
+            ]
+    return found
 
 
 def test_skips_say_why() -> None:

@@ -42,6 +42,7 @@ _BUILT_IN = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_missing_streams()
     try:
         arguments = _parser(words).parse_args(words)
         command: Callable[[argparse.Namespace], int] = arguments.run
@@ -58,12 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_READER_GONE
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        print("remedy: name a file that can be read or written", file=sys.stderr)
+        what = error.filename or "input or output"
+        print(f"error: {os.fsdecode(what)}: {error.strerror}", file=sys.stderr)
+        print("remedy: name a file that can be read or written, with room", file=sys.stderr)
+        return EXIT_INPUT
+    except UnicodeError as error:
+        print(f"error: text that is no UTF-8: {error}", file=sys.stderr)
+        print("remedy: check the arguments and the files they name", file=sys.stderr)
         return EXIT_INPUT
     return code
+
+
+def _open_missing_streams() -> None:
+    """A closed standard stream is None to Python, and its descriptor would go to the next file."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != fd:
+                os.dup2(opened, fd)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False))
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

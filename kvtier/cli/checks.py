@@ -32,6 +32,8 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
 class Grade(Enum):
+    """FAIL: the daemon will not run well; WARN: it will, with less than it could have."""
+
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -39,6 +41,8 @@ class Grade(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
+    """One line of the report. `remedy` is empty when the grade is OK."""
+
     check: str
     grade: Grade
     found: str
@@ -178,7 +182,9 @@ def _directory(path: Path) -> Finding:
             "Run as the owner, or name another daemon.directory.",
         )
     if mode & 0o077:
-        return _fail("directory", f"{path} has mode {mode:04o}", f"chmod 700 {path}")
+        return _fail(
+            "directory", f"{path} has mode {mode:04o}", "name a daemon.directory of its own"
+        )
     return _ok("directory", f"{path}, mode {mode:04o}")
 
 

@@ -15,6 +15,7 @@ __all__ = ["register"]
 
 
 def register(commands: Any) -> None:
+    """Adds `kvtier config`."""
     parser = commands.add_parser(
         "config", help="show, check and explain the configuration", description=__doc__
     )

@@ -15,6 +15,7 @@ __all__ = ["register"]
 
 
 def register(commands: Any) -> None:
+    """Adds `kvtier doctor`."""
     parser = commands.add_parser(
         "doctor", help="check this host, line by line", description=__doc__
     )

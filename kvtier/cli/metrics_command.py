@@ -11,6 +11,7 @@ __all__ = ["register"]
 
 
 def register(commands: Any) -> None:
+    """Adds `kvtier metrics`."""
     parser = commands.add_parser("metrics", help="list the metrics that a daemon exports")
     parser.add_argument("--markdown", action="store_true", help="print the reference page")
     parser.set_defaults(run=_run)

@@ -12,6 +12,7 @@ __all__ = ["add_config", "add_url", "configuration", "daemon_url"]
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
+    """--config and --set: which configuration this command goes by."""
     parser.add_argument(
         "--config",
         type=Path,
@@ -29,6 +30,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
+    """The options of `add_config`, and --url and --timeout: which daemon is called."""
     add_config(parser)
     parser.add_argument(
         "--url",
@@ -45,7 +47,7 @@ def configuration(arguments: argparse.Namespace) -> Effective:
 
 
 def daemon_url(arguments: argparse.Namespace) -> str:
-    """Where the daemon is meant to be."""
+    """Where the daemon is meant to be: --url, else daemon.listen's first. Raises ConfigError."""
     url: str | None = arguments.url
     return url if url is not None else configuration(arguments).config.daemon.listen[0]
 

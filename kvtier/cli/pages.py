@@ -1,10 +1,14 @@
 """`kvtier put` and `kvtier get`: a file through the cache and back.
 
-The file becomes a chain of opaque pages of `--page-bytes` each (the last one is filled up with
-zeros), in the namespace of model "kvtier-file". Page 0 has the given key, page i the key
-sha256(key || i as u32 little-endian). The run of pages begins with 16 bytes: "KVTFILE1" and the
-file's length as u64 little-endian. `get` needs the same `--page-bytes` and `--tenant`, gives back
-the whole file or fails, and never leaves half a file.
+The file becomes opaque pages of `--page-bytes` each (the last one is filled up with zeros), in the
+namespace of model "kvtier-file". The run of pages begins with "KVTFILE2", the file's SHA-256, its
+length and the bytes of a page (both u64 little-endian). Page 0 has the given key; page i has the
+key sha256(sha256(file) || i as u64 little-endian), so pages of two files are never mixed up. Page 0
+is stored last. A put under a key that has another file replaces that file (delete, then store; a
+get in between is a miss), and says so.
+
+`get` needs the same `--page-bytes` and `--tenant`. It gives back the whole file, checked against
+its SHA-256, or fails with exit code 1, and never leaves half a file.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import argparse
 import hashlib
 import os
 import re
-import struct
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +31,11 @@ __all__ = ["register_get", "register_put"]
 
 EXIT_FAILED = 1
 _KEY = re.compile(r"[0-9a-fA-F]{64}")
-_HEAD = struct.Struct("<8sQ")
-_MAGIC = b"KVTFILE1"
 _PAGE_BYTES = Size(low=1 << 10, high=64 << 20)
 
 
 def register_put(commands: Any) -> None:
+    """Adds `kvtier put`."""
     parser = commands.add_parser("put", help="store a file as pages", description=__doc__)
     _add_place(parser)
     parser.add_argument("file", type=Path)
@@ -41,6 +43,7 @@ def register_put(commands: Any) -> None:
 
 
 def register_get(commands: Any) -> None:
+    """Adds `kvtier get`."""
     parser = commands.add_parser("get", help="fetch a file that was put", description=__doc__)
     _add_place(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="else standard output")
@@ -93,28 +96,19 @@ def _page_bytes(text: str) -> int:
 
 def _put(arguments: argparse.Namespace) -> int:
     content = arguments.file.read_bytes()
-    run = _HEAD.pack(_MAGIC, len(content)) + content
-    codes = _file_pages(arguments).put(run, arguments.timeout)
+    codes, is_replaced = _file_pages(arguments).put(content)
     for code in sorted(set(codes)):
         print(f"{code.name.lower():18} {codes.count(code)} pages", file=sys.stderr)
+    if is_replaced:
+        print("replaced           another file under this key", file=sys.stderr)
     return 0 if all(code.is_stored for code in codes) else EXIT_FAILED
 
 
 def _get(arguments: argparse.Namespace) -> int:
-    pages = _file_pages(arguments)
-    first = pages.get(0, 1, arguments.timeout)
-    if first is None:
-        return _missed(arguments)
-    magic, length = _HEAD.unpack_from(first)
-    if magic != _MAGIC:
-        print("error: the page under this key was not made by `kvtier put`", file=sys.stderr)
-        print("remedy: name the key of a file that was put", file=sys.stderr)
+    content = _file_pages(arguments).get()
+    if not isinstance(content, bytes):
+        print(f"miss: {content.value} {arguments.key.hex()}", file=sys.stderr)
         return EXIT_FAILED
-    count = -(-(_HEAD.size + length) // pages.page_bytes)
-    rest = pages.get(1, count, arguments.timeout) if count > 1 else b""
-    if rest is None:
-        return _missed(arguments)
-    content = (first + rest)[_HEAD.size : _HEAD.size + length]
     if arguments.output is None:
         sys.stdout.buffer.write(content)
         return 0
@@ -122,11 +116,6 @@ def _get(arguments: argparse.Namespace) -> int:
     temporary.write_bytes(content)
     temporary.replace(arguments.output)
     return 0
-
-
-def _missed(arguments: argparse.Namespace) -> int:
-    print(f"miss: not every page of {arguments.key.hex()} is there", file=sys.stderr)
-    return EXIT_FAILED
 
 
 def _file_pages(arguments: argparse.Namespace) -> FilePages:
@@ -137,4 +126,5 @@ def _file_pages(arguments: argparse.Namespace) -> FilePages:
         arguments.key,
         page_bytes=arguments.page_bytes,
         tenant=arguments.tenant,
+        timeout_s=arguments.timeout,
     )

@@ -12,6 +12,7 @@ __all__ = ["register"]
 
 
 def register(commands: Any) -> None:
+    """Adds `kvtier serve`."""
     parser = commands.add_parser(
         "serve",
         help="run the daemon",

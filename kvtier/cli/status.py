@@ -19,6 +19,7 @@ __all__ = ["register"]
 
 
 def register(commands: Any) -> None:
+    """Adds `kvtier status`."""
     parser = commands.add_parser("status", help="how a running daemon is doing")
     add_url(parser)
     parser.add_argument("--json", action="store_true")

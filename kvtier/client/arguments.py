@@ -11,19 +11,28 @@ from dataclasses import dataclass
 from typing import Final, TypedDict
 
 from kvtier.client.buffers import Allocated, Request, Rows
+from kvtier.client.codec_thread import require_torch
 from kvtier.client.keys import KeyChain, checked_keys
 from kvtier.client.reading import GetOptions
 from kvtier.client.tensors import rows_of
 from kvtier.client.writing import PutOptions
 from kvtier.core.page import Codec, Durability
 from kvtier.errors import LimitExceeded
-from kvtier.packing._torch import load_torch
 from kvtier.packing.layout import Layout
+from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import Hints
 
-__all__ = ["GetArguments", "GetCall", "PutArguments", "PutCall", "milliseconds"]
+__all__ = [
+    "GetArguments",
+    "GetCall",
+    "PutArguments",
+    "PutCall",
+    "checked_traceparent",
+    "milliseconds",
+]
 
 _SESSION_BYTES_MAX: Final = 256
+_TRACEPARENT_CHARS_MAX: Final = 64
 _MS_MAX: Final = 2**63 - 1
 _DEPTH_MAX: Final = 2**32 - 1
 _PRIORITY_MAX: Final = 2**31 - 1
@@ -31,18 +40,21 @@ _DURABILITY: Final = {"host": Durability.HOST, "nvme": Durability.NVME}
 
 
 class GetArguments(TypedDict, total=False):
-    """Keyword arguments of get. `codec` accepts copies packed so alone; `deadline` in seconds."""
+    """Keyword arguments of get. `codec` accepts copies packed so alone (FP8 implies `lossy_ok`);
+    `deadline` in seconds; `traceparent` as W3C writes it.
+    """
 
     lossy_ok: bool
     codec: Codec | None
     session: str
     ttl: float
     priority: int
+    traceparent: str
     deadline: float | None
 
 
 class PutArguments(TypedDict, total=False):
-    """Keyword arguments of put; `ttl` and `deadline` in seconds."""
+    """Keyword arguments of put; `ttl` and `deadline` in seconds; `traceparent` as W3C writes it."""
 
     codec: Codec
     parent: bytes | None
@@ -52,6 +64,7 @@ class PutArguments(TypedDict, total=False):
     ttl: float
     priority: int
     durable: str | Durability
+    traceparent: str
     deadline: float | None
 
 
@@ -60,7 +73,7 @@ class GetCall:
     keys: list[bytes]
     rows: Rows
     options: GetOptions
-    deadline: float | None
+    deadline: Deadline
 
     @classmethod
     def of(
@@ -70,25 +83,28 @@ class GetCall:
         out: object,
         at: object,
         given: GetArguments,
+        *,
+        deadline: Deadline,
     ) -> GetCall:
         """Raises KeyLengthError, PageSizeError, LimitExceeded, MissingExtra; TypeError as a call
         would.
         """
         _check_names(given, GetArguments, "get")
         checked = checked_keys(keys)
-        lossy_ok, codec = given.get("lossy_ok", False), given.get("codec")
+        codec = given.get("codec")
+        # Who names FP8 asks for rounded numbers, unless he says that he does not.
+        lossy_ok = given.get("lossy_ok", codec is Codec.FP8)
         accept: tuple[Codec, ...] = (Codec.RAW,) if codec is None else (codec,)
         if codec is None and lossy_ok and layout.fp8_bytes:
             accept = (Codec.RAW, Codec.FP8)
         if Codec.FP8 in accept:
-            # Now, not when the first page is there: loading takes seconds.
-            load_torch()
+            require_torch()
         request = Request(name="out", count=len(checked), nbytes=layout.raw_bytes, writable=True)
         return cls(
             keys=checked,
             rows=rows_of(out, request, at) if checked else Allocated(request),
             options=GetOptions(accept=accept, lossy_ok=lossy_ok, hints=_hints(given)),
-            deadline=given.get("deadline"),
+            deadline=deadline,
         )
 
 
@@ -97,7 +113,7 @@ class PutCall:
     keys: list[bytes]
     rows: Rows
     options: PutOptions
-    deadline: float | None
+    deadline: Deadline
 
     @classmethod
     def of(
@@ -107,6 +123,8 @@ class PutCall:
         pages: object,
         at: object,
         given: PutArguments,
+        *,
+        deadline: Deadline,
     ) -> PutCall:
         """Raises as GetCall.of, and LayoutError for a layout that the codec cannot pack."""
         _check_names(given, PutArguments, "put")
@@ -114,7 +132,7 @@ class PutCall:
         codec = given.get("codec", Codec.RAW)
         layout.payload_bytes(codec)
         if codec is Codec.FP8:
-            load_torch()
+            require_torch()
         is_chain = given.get("chain", True)
         parent, depth = given.get("parent"), given.get("depth")
         if isinstance(keys, KeyChain) and is_chain:
@@ -132,7 +150,7 @@ class PutCall:
                 depth=_whole("depth", depth or 0, 0, _DEPTH_MAX - len(checked)),
                 is_chain=is_chain,
             ),
-            deadline=given.get("deadline"),
+            deadline=deadline,
         )
 
 
@@ -143,6 +161,17 @@ def milliseconds(name: str, seconds: object) -> int:
             f"{name} is {seconds!r}", remedy="pass a number of seconds, 0 for no opinion"
         )
     return math.ceil(seconds * 1000)
+
+
+def checked_traceparent(given: object) -> str:
+    """Raises LimitExceeded for what cannot be a W3C traceparent."""
+    is_text = isinstance(given, str) and given.isascii() and given.isprintable()
+    if not is_text or len(str(given)) > _TRACEPARENT_CHARS_MAX:
+        raise LimitExceeded(
+            f"traceparent is {given!r}",
+            remedy=f"pass W3C's text, up to {_TRACEPARENT_CHARS_MAX} ASCII characters",
+        )
+    return str(given)
 
 
 def _hints(given: GetArguments | PutArguments) -> Hints:
@@ -156,6 +185,7 @@ def _hints(given: GetArguments | PutArguments) -> Hints:
         session=session,
         ttl_ms=milliseconds("ttl", given.get("ttl", 0.0)),
         priority=_whole("priority", given.get("priority", 0), -_PRIORITY_MAX, _PRIORITY_MAX),
+        traceparent=checked_traceparent(given.get("traceparent", "")),
     )
 
 

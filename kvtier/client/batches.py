@@ -10,14 +10,17 @@ Functions run on the connection's event loop.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvtier.client.arguments import GetCall, PutCall
 from kvtier.client.buffers import Allocated
+from kvtier.client.codec_thread import pack, unpack
 from kvtier.client.reading import Part, Reader
 from kvtier.client.results import GetResult, PutResult
 from kvtier.client.writing import Writer
-from kvtier.core.page import DeleteCode, GetCode, PutCode
+from kvtier.core.page import Codec, DeleteCode, GetCode, PutCode
 from kvtier.errors import (
     Busy,
     CorruptPage,
@@ -81,7 +84,9 @@ async def lookup(
 
     async def send(opened: OpenedNamespace) -> LookupReply:
         some = keys[done : done + keys_per_call(_limits(ns))]
-        return await ns.link.plane.lookup(opened.handle, some, hints, deadline)
+        found = await ns.link.plane.lookup(opened.handle, some, hints, deadline)
+        _learn(ns, found.codes, opened)
+        return found
 
     while done < len(keys):
         try:
@@ -93,18 +98,16 @@ async def lookup(
         codes[done:end] = bytes(c if c in _KNOWN else GetCode.IO_ERROR for c in found.codes)
         tiers[done:end] = found.tiers
         done = end
-    _learn(ns, codes)
     return LookupReply(bytes(codes), bytes(tiers))
 
 
-async def get(ns: AsyncNamespace, call: GetCall, deadline: Deadline) -> GetResult:
+async def get(ns: AsyncNamespace, call: GetCall) -> GetResult:
     reader = Reader(ns.layout, call.keys, call.rows, verify=ns.link.settings.verify)
-    failed = await _get(ns, reader, range(len(call.keys)), call, deadline)
+    failed = await _get(ns, reader, range(len(call.keys)), call)
     if failed:
         # Bytes that are not right can be a race with an entry that changed: once more, then it
         # counts.
-        await _get(ns, reader, failed, call, deadline, is_retry=True)
-    _learn(ns, reader.codes)
+        await _get(ns, reader, failed, call, is_retry=True)
     pages: Sequence[bytearray | None] = ()
     if isinstance(call.rows, Allocated):
         pages = [
@@ -119,7 +122,6 @@ async def _get(
     reader: Reader,
     indices: Sequence[int],
     call: GetCall,
-    deadline: Deadline,
     *,
     is_retry: bool = False,
 ) -> list[int]:
@@ -128,12 +130,23 @@ async def _get(
     done = 0
     part: Part | None = None
 
+    async def unpacked(codec: Codec, payloads: list[memoryview]) -> list[memoryview | None]:
+        work = partial(unpack, codec, reader.layout, payloads)
+        return await ns.link.codec.run(work, call.deadline)
+
     async def send(opened: OpenedNamespace) -> Part:
         nonlocal part
         limits = _limits(ns)
         count = min(keys_per_call(limits), limits.bytes_per_call_max // ns.layout.raw_bytes)
         some = indices[done : done + max(count, 1)]
-        part = Part(reader, some, opened, options=call.options, always_verify=is_retry)
+        part = Part(
+            reader,
+            some,
+            opened,
+            options=call.options,
+            unpack=unpacked,
+            always_verify=is_retry,
+        )
         query = GetQuery(
             handle=opened.handle,
             keys=[call.keys[index] for index in some],
@@ -141,13 +154,14 @@ async def _get(
             lossy_ok=call.options.lossy_ok,
             hints=call.options.hints,
         )
-        await ns.link.plane.get(query, part, deadline)
+        await ns.link.plane.get(query, part, call.deadline)
+        _learn(ns, bytes(reader.codes[index] for index in some), opened)
         return part
 
     while done < len(indices):
         part = None
         try:
-            part = await ns.call(send, deadline)
+            part = await ns.call(send, call.deadline)
         except KvtierError as error:
             code = _get_code(error)
             answered = set() if part is None else part.answered
@@ -162,9 +176,14 @@ async def _get(
     return failed
 
 
-async def put(ns: AsyncNamespace, call: PutCall, deadline: Deadline) -> PutResult:
-    writer = Writer(ns.layout, call.keys, call.rows, call.options)
-    length = ns.layout.payload_bytes(call.options.codec)
+async def put(ns: AsyncNamespace, call: PutCall) -> PutResult:
+    deadline, codec, layout = call.deadline, call.options.codec, ns.layout
+
+    async def packed(raw: memoryview) -> memoryview | None:
+        return await ns.link.codec.run(partial(pack, codec, layout, raw), deadline)
+
+    writer = Writer(layout, call.keys, call.rows, call.options, pack=packed)
+    length = layout.payload_bytes(codec)
     indices = range(len(call.keys))
     done = 0
 
@@ -179,8 +198,8 @@ async def put(ns: AsyncNamespace, call: PutCall, deadline: Deadline) -> PutResul
             hints=call.options.hints,
         )
         sent: list[int] = []
-        pages = writer.pages(some, opened, deadline, sent)
-        writer.take(await ns.link.plane.put(opening, pages, deadline), sent)
+        async with aclosing(writer.pages(some, opened, deadline, sent)) as pages:
+            writer.take(await ns.link.plane.put(opening, pages, deadline), sent)
         return len(some)
 
     while done < len(indices):
@@ -201,15 +220,16 @@ async def delete(ns: AsyncNamespace, keys: Sequence[bytes], deadline: Deadline) 
 
     async def send(opened: OpenedNamespace) -> bytes:
         some = keys[len(codes) : len(codes) + keys_per_call(_limits(ns))]
-        return await ns.link.plane.delete(opened.handle, some, deadline)
+        found = await ns.link.plane.delete(opened.handle, some, deadline)
+        if DeleteCode.STALE in found:
+            ns.learn(GetCode.STALE, opened)
+        return found
 
     try:
         while len(codes) < len(keys):
             codes += await ns.call(send, deadline)
     except StaleGeneration:
         codes += bytes([DeleteCode.STALE]) * (len(keys) - len(codes))
-    if DeleteCode.STALE in codes:
-        ns.learn(GetCode.STALE)
     return codes
 
 
@@ -223,9 +243,9 @@ def _limits(ns: AsyncNamespace) -> Capabilities:
     return ns.limits
 
 
-def _learn(ns: AsyncNamespace, codes: bytes | bytearray) -> None:
+def _learn(ns: AsyncNamespace, codes: bytes, opened: OpenedNamespace) -> None:
     if GetCode.STALE in codes:
-        ns.learn(GetCode.STALE)
+        ns.learn(GetCode.STALE, opened)
 
 
 def _get_code(error: KvtierError) -> GetCode:

@@ -10,18 +10,20 @@ Rows hold the caller's memory and belong to one call. For tensors on a GPU see `
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
 import numpy as np
 
+from kvtier.client.overlap import Footprint, shares_memory
 from kvtier.errors import PageSizeError
-from kvtier.packing._torch import is_tensor
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Buffer
 
 __all__ = [
@@ -31,12 +33,21 @@ __all__ = [
     "PageRows",
     "Request",
     "Rows",
+    "is_tensor",
     "page_ids",
     "row_shape",
     "size_error",
 ]
 
 _FORMS: Final = "pass a tensor, ndarray or buffer, or a sequence of one for each page"
+
+
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether `value` is a tensor, without loading torch to find out. While another thread loads it
+    nobody has one.
+    """
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 class Rows(ABC):
@@ -53,6 +64,14 @@ class Rows(ABC):
     @abstractmethod
     def store(self, index: int, data: memoryview) -> None:
         """Writes a whole page."""
+
+    @abstractmethod
+    def footprints(self) -> list[Footprint]:
+        """Where each page lies."""
+
+    def shares_memory(self) -> bool:
+        """Whether two pages have a byte in common, so that one would be written over the other."""
+        return shares_memory(self.footprints())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +106,16 @@ class FlatRows(Rows):
     def store(self, index: int, data: memoryview) -> None:
         self.direct(index)[:] = data
 
+    def footprints(self) -> list[Footprint]:
+        base: int = np.frombuffer(self._view, np.uint8).__array_interface__["data"][0]
+        places = range(len(self._view) // self._nbytes) if self._ids is None else self._ids
+        return [
+            Footprint(base + place * self._nbytes, (self._nbytes,), (1,), 1) for place in places
+        ]
+
+    def shares_memory(self) -> bool:
+        return False  # one after another, and no place is given twice
+
 
 class ArrayRows(Rows):
     """Pages along the first dimension of an ndarray, whatever its strides."""
@@ -105,6 +134,13 @@ class ArrayRows(Rows):
     def store(self, index: int, data: memoryview) -> None:
         row = self._row(index)
         row[...] = np.frombuffer(data, row.dtype).reshape(row.shape)
+
+    def footprints(self) -> list[Footprint]:
+        count = len(self._array if self._ids is None else self._ids)
+        return [Footprint.of_array(self._row(index)) for index in range(count)]
+
+    def shares_memory(self) -> bool:
+        return not Footprint.of_array(self._array).is_nested() and super().shares_memory()
 
     def _row(self, index: int) -> np.ndarray[Any, Any]:
         place = index if self._ids is None else self._ids[index]
@@ -126,6 +162,9 @@ class PageRows(Rows):
     def store(self, index: int, data: memoryview) -> None:
         self._pages[index].store(0, data)
 
+    def footprints(self) -> list[Footprint]:
+        return [page.footprints()[0] for page in self._pages]
+
 
 class Allocated(Rows):
     """New memory, for each page when it is first asked for: a miss takes none."""
@@ -145,6 +184,12 @@ class Allocated(Rows):
 
     def store(self, index: int, data: memoryview) -> None:
         self.direct(index)[:] = data
+
+    def footprints(self) -> list[Footprint]:
+        return []  # the memory is not there yet
+
+    def shares_memory(self) -> bool:
+        return False
 
 
 def rows_of_array(array: np.ndarray[Any, Any], request: Request, at: object = None) -> Rows:

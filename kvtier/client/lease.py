@@ -3,25 +3,37 @@
 Over grpc the bytes are still copies: the pages are pinned first and then fetched, so that none of
 them can be evicted between a lookup and its get. A lease ends with its `with` block, at its
 deadline unless renewed, or with the connection: a daemon closes the session of a client that makes
-no call for `session_ttl_s` of its capabilities, so renew a lease that is held for long.
+no call for `session_ttl_s` of its capabilities, so renew a lease that is held for long. What is
+said of it is what this side knows: nothing is held after the deadline, and nothing once a call of
+the connection has found that the daemon was restarted.
 
 Belongs to the event loop of its connection.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvtier.client.arguments import GetCall, milliseconds
 from kvtier.client.batches import get, keys_per_call
+from kvtier.client.link import Within
 from kvtier.client.results import GetResult, leading_run
 from kvtier.core.page import Codec, GetCode, LeaseCode
-from kvtier.errors import AvailabilityError, Busy, LeaseExpired, StaleGeneration, UnknownHandle
+from kvtier.errors import (
+    AvailabilityError,
+    Busy,
+    KvtierError,
+    LeaseExpired,
+    StaleGeneration,
+    UnknownHandle,
+)
 from kvtier.packing._torch import load_torch
 from kvtier.transfer.planes.deadline import Deadline
-from kvtier.transfer.planes.values import OpenedNamespace, PinReply
+from kvtier.transfer.planes.values import OpenedNamespace
 
 if TYPE_CHECKING:
     import torch
@@ -42,24 +54,26 @@ class AsyncLease:
         self._ttl_ms = milliseconds("ttl", ttl)
         self._deadline = deadline
         self._lease_ids: list[int] = []
-        self._session_id = 0
+        self._pinned: OpenedNamespace | None = None  # what all of them were taken under
         self._codes = bytes([GetCode.UNAVAILABLE]) * len(keys)
         self._granted_ms = 0
+        self._ends_at = 0.0  # by time.monotonic()
+        self._is_over = False
 
     @property
     def reasons(self) -> list[GetCode]:
-        """The outcome of each key: HIT is held."""
-        return [GetCode(code) for code in self._codes]
+        """The outcome of each key: HIT is held. UNAVAILABLE is not held, or not any more."""
+        return [GetCode(code) for code in self._present_codes()]
 
     @property
     def prefix(self) -> int:
         """How many keys from the first on are held."""
-        return leading_run(self._codes, GetCode.HIT)
+        return leading_run(self._present_codes(), GetCode.HIT)
 
     @property
     def ttl(self) -> float:
         """Seconds that the daemon grants from taking or renewing on; 0 if nothing is held."""
-        return self._granted_ms / 1000
+        return self._granted_ms / 1000 if GetCode.HIT in self._present_codes() else 0.0
 
     async def __aenter__(self) -> AsyncLease:
         await self.take()
@@ -73,25 +87,49 @@ class AsyncLease:
     ) -> None:
         await self.release()
 
-    async def take(self) -> None:
-        """Pins the pages. A daemon that does not answer leaves every key UNAVAILABLE or TIMEOUT."""
-        deadline = self._ns.link.deadline(self._deadline)
+    async def take(self, *, deadline: Within = None) -> None:
+        """Pins the pages. A daemon that does not answer leaves every key UNAVAILABLE or TIMEOUT.
+
+        If it is cancelled, what the daemon pinned is given back behind the caller's back.
+        """
+        taking = asyncio.ensure_future(self._take(self.within(deadline)))
+        try:
+            await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            self._ns.link.in_background(self._give_back(taking))
+            raise
+
+    async def _take(self, deadline: Deadline) -> None:
         codes = b""
 
-        async def send(opened: OpenedNamespace) -> PinReply:
+        async def send(opened: OpenedNamespace) -> None:
+            nonlocal codes
             assert self._ns.limits is not None, "known since the namespace was opened"
+            if self._pinned != opened:
+                # Another session or generation than that of the batches before: those pins have
+                # ended, or are of pages that no longer count. From the start.
+                codes, self._granted_ms = b"", 0
+                if self._pinned is not None and self._pinned.session_id != opened.session_id:
+                    self._lease_ids.clear()
+                self._pinned = opened
             some = self._keys[len(codes) : len(codes) + keys_per_call(self._ns.limits)]
-            self._session_id = opened.session_id
-            return await self._ns.link.plane.pin(opened.handle, some, self._ttl_ms, deadline)
+            began = time.monotonic()
+            try:
+                reply = await self._ns.link.plane.pin(opened.handle, some, self._ttl_ms, deadline)
+            except UnknownHandle:
+                codes, self._granted_ms = b"", 0
+                self._lease_ids.clear()
+                raise
+            codes += reply.codes
+            if reply.lease_id:
+                self._lease_ids.append(reply.lease_id)
+                if not self._granted_ms:
+                    self._grant(reply.ttl_ms, began)  # the first batch ends first
 
         failed = GetCode.UNAVAILABLE
         try:
             while len(codes) < len(self._keys):
-                reply = await self._ns.call(send, deadline)
-                codes += reply.codes
-                if reply.lease_id:
-                    self._lease_ids.append(reply.lease_id)
-                    self._granted_ms = reply.ttl_ms
+                await self._ns.call(send, deadline)
         except StaleGeneration:
             failed = GetCode.STALE
         except Busy:
@@ -102,22 +140,24 @@ class AsyncLease:
             self._ns.link.check_usable()
         self._codes = codes + bytes([failed]) * (len(self._keys) - len(codes))
 
-    async def fetch(self) -> GetResult:
-        """Copies of the held pages; `result.pages` has None where nothing is held any more."""
-        deadline = self._ns.link.deadline(self._deadline)
-        call = GetCall.of(self._ns.layout, self._keys, None, None, {})
-        return await get(self._ns, call, deadline)
+    async def fetch(self, *, deadline: Within = None) -> GetResult:
+        """Copies of the pages, also of those that are not held but there."""
+        within = self.within(deadline)
+        call = GetCall.of(self._ns.layout, self._keys, None, None, {}, deadline=within)
+        return await get(self._ns, call)
 
-    async def pages(self) -> Sequence[bytearray | None]:
-        """The raw bytes of each page (a copy over grpc), None where it is not held."""
-        return (await self.fetch()).pages
+    async def pages(self, *, deadline: Within = None) -> Sequence[bytearray | None]:
+        """The raw bytes of each page (a copy over grpc), None where it is not there."""
+        return (await self.fetch(deadline=deadline)).pages
 
-    async def tensors(self) -> list[dict[str, torch.Tensor] | None]:
+    async def tensors(self, *, deadline: Within = None) -> list[dict[str, torch.Tensor] | None]:
         """Each page as its segments by name, in the shape and dtype in which they are stored.
 
-        None where a page is not held. Over grpc they are copies. Raises MissingExtra without torch.
+        None where a page is not there. Over grpc they are copies. Raises MissingExtra without
+        torch, and DeadlineExceeded where torch has to be loaded first and that takes too long.
         """
-        torch = load_torch()
+        within = self.within(deadline)
+        torch = await self._ns.link.codec.run(load_torch, within)
         spans = self._ns.layout.spans(Codec.RAW)
 
         def segments(page: bytearray) -> dict[str, Any]:
@@ -129,36 +169,82 @@ class AsyncLease:
                 for span in spans
             }
 
-        return [None if page is None else segments(page) for page in await self.pages()]
+        return [
+            None if page is None else segments(page) for page in await self.pages(deadline=within)
+        ]
 
-    async def renew(self, ttl: float = 0.0) -> None:
+    async def renew(self, ttl: float = 0.0, *, deadline: Within = None) -> None:
         """Moves the deadline to `ttl` seconds from now (0: the daemon's default).
 
-        Raises LeaseExpired when it has ended already, and when the daemon does not answer.
+        Raises LeaseExpired when it has ended already, and when the daemon does not answer. Where
+        nothing was held from the start there is nothing to renew.
         """
-        deadline = self._ns.link.deadline(self._deadline)
-        if self._lease_ids:
-            try:
-                with self._ns.link.guarded():
-                    codes = await self._ns.link.plane.renew(
-                        self._session_id, self._lease_ids, milliseconds("ttl", ttl), deadline
-                    )
-            except UnknownHandle as error:
-                raise _expired(str(error)) from error
-            if any(code != LeaseCode.HELD for code in codes):
-                raise _expired("it was not renewed in time")
-
-    async def release(self) -> None:
-        """Ends the lease. Ending it twice, or after the daemon ended it, is no error."""
-        lease_ids, self._lease_ids = self._lease_ids, []
-        if not lease_ids:
+        within, ttl_ms = self.within(deadline), milliseconds("ttl", ttl)
+        if not self._lease_ids:
+            if self._is_over:
+                raise _expired("it was released")
             return
-        deadline: Deadline = self._ns.link.deadline(self._deadline)
+        assert self._pinned is not None, "there are leases"
+        began = time.monotonic()
         try:
-            await self._ns.link.plane.unpin(self._session_id, lease_ids, deadline)
+            with self._ns.link.guarded():
+                codes = await self._ns.link.plane.renew(
+                    self._pinned.session_id, self._lease_ids, ttl_ms, within
+                )
+        except UnknownHandle as error:
+            self._lose()
+            raise _expired(str(error)) from error
+        if any(code != LeaseCode.HELD for code in codes):
+            self._lose()
+            raise _expired("it was not renewed in time")
+        self._grant(self._renewed_ms(ttl_ms), began)
+
+    async def release(self, *, deadline: Within = None) -> None:
+        """Ends the lease. Ending it twice, or after the daemon ended it, is no error."""
+        within = self.within(deadline)
+        lease_ids, self._lease_ids = self._lease_ids, []
+        self._is_over = True
+        if not lease_ids or self._pinned is None:
+            return
+        try:
+            await self._ns.link.plane.unpin(self._pinned.session_id, lease_ids, within)
         except (AvailabilityError, Busy, UnknownHandle):
             # It ends by itself at its deadline, or has ended with the session.
             return
+
+    async def _give_back(self, taking: asyncio.Future[None]) -> None:
+        try:
+            await taking
+        except KvtierError:
+            pass  # nobody waits for it any more
+        finally:
+            await self.release()
+
+    def within(self, deadline: Within = None) -> Deadline:
+        """The deadline of a call of this lease that begins now."""
+        return self._ns.link.deadline(self._deadline if deadline is None else deadline)
+
+    def _present_codes(self) -> bytes:
+        if not self._is_over and self._lease_ids and not self._is_held():
+            return self._codes.replace(bytes([GetCode.HIT]), bytes([GetCode.UNAVAILABLE]))
+        return self._codes
+
+    def _is_held(self) -> bool:
+        is_same_session = self._pinned and self._pinned.session_id == self._ns.link.session_id
+        return bool(is_same_session) and time.monotonic() < self._ends_at
+
+    def _grant(self, granted_ms: int, began: float) -> None:
+        self._granted_ms, self._ends_at = granted_ms, began + granted_ms / 1000
+
+    def _lose(self) -> None:
+        self._granted_ms, self._ends_at = 0, 0.0
+
+    def _renewed_ms(self, ttl_ms: int) -> int:
+        """What the daemon grants for a wish, by its limits."""
+        limits = self._ns.limits
+        assert limits is not None, "known since the namespace was opened"
+        wanted_s = ttl_ms / 1000 if ttl_ms else limits.lease_s_default
+        return int(min(wanted_s, limits.lease_s_max) * 1000)
 
 
 def _expired(why: str) -> LeaseExpired:

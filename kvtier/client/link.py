@@ -4,6 +4,8 @@ makes sense now.
 Promise: a call on a closed connection or in a forked child is refused at once; calls to a daemon
 that has stopped answering are refused at once after a few have waited in vain, so that an engine
 does not pay its deadline again and again; a session that the daemon no longer knows is opened anew.
+One shard of a family has one handle, however often it is opened: a daemon gives a session only so
+many.
 
 Belongs to the event loop of its connection, but for `check_usable`, which any thread may call.
 """
@@ -13,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Any, Final, TypeAlias
 
+from kvtier.client.codec_thread import CodecThread
+from kvtier.core.page import KEY_BYTES, GetCode
 from kvtier.errors import (
     ClientClosed,
     DaemonUnavailable,
@@ -26,14 +30,23 @@ from kvtier.errors import (
     ForkedClient,
     InvalidConfigValue,
     KvtierError,
+    StaleGeneration,
     UnknownHandle,
 )
-from kvtier.packing.layout import Layout
+from kvtier.packing.layout import Layout, Shard
 from kvtier.transfer.planes.base import Plane
-from kvtier.transfer.planes.deadline import Deadline
-from kvtier.transfer.planes.values import Capabilities, NamespaceRequest, OpenedNamespace
+from kvtier.transfer.planes.deadline import Deadline, OwnDelay
+from kvtier.transfer.planes.values import (
+    Capabilities,
+    Hints,
+    NamespaceRequest,
+    OpenedNamespace,
+)
 
-__all__ = ["Link", "Settings", "Verify", "locked"]
+__all__ = ["Link", "Settings", "Verify", "Within", "locked"]
+
+#: What a call may take: seconds, the moment where it ends, or None for the connection's setting.
+Within: TypeAlias = float | Deadline | None
 
 _CLOSE_S_MAX: Final = 0.5
 
@@ -115,8 +128,10 @@ class Link:
         self._is_closed = False
         self._opening = asyncio.Lock()
         self._session_id = 0
-        self._boot_id = 0
-        self._limits: Capabilities | None = None
+        self._limits: tuple[int, Capabilities] | None = None  # with the boot that they are of
+        self._handles: dict[tuple[bytes, Shard], OpenedNamespace] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self.codec = CodecThread()
 
     @property
     def session_id(self) -> int:
@@ -133,8 +148,10 @@ class Link:
         if self._is_closed:
             raise ClientClosed("the connection is closed", remedy="connect again")
 
-    def deadline(self, seconds: float | None) -> Deadline:
-        """The deadline of a call that begins now."""
+    def deadline(self, seconds: Within) -> Deadline:
+        """The deadline of a call that begins now, or began where `seconds` was made."""
+        if isinstance(seconds, Deadline):
+            return seconds
         own = self.settings.deadline_s
         return Deadline.after(own if seconds is None else checked_seconds(seconds))
 
@@ -143,8 +160,9 @@ class Link:
         """Around a call of the plane: learns from how it ends whether the daemon answers."""
         try:
             yield
-        except DeadlineExceeded:
-            self._breaker.was_silent()
+        except DeadlineExceeded as error:
+            if not isinstance(error.__cause__, OwnDelay):
+                self._breaker.was_silent()
             raise
         except (ClientClosed, DaemonUnavailable):
             raise
@@ -163,20 +181,41 @@ class Link:
     async def open(
         self, layout: Layout, *, tenant: str, salt: bytes, fingerprint: bytes, deadline: Deadline
     ) -> tuple[OpenedNamespace, Capabilities]:
-        """A handle in the connection's session, which is opened if need be."""
+        """A handle of the present generation in the connection's session, which is opened if need
+        be.
+        """
+        key = (fingerprint, layout.shard)
         async with locked(self._opening, deadline):
             with self.guarded():
-                opened = await self._open(layout, tenant, salt, fingerprint, deadline)
-                if self._limits is None or self._boot_id != opened.boot_id:
-                    self._limits = await self.plane.capabilities(deadline)
-                self._session_id, self._boot_id = opened.session_id, opened.boot_id
-            return opened, self._limits
+                opened = await self._known(key, deadline)
+                if opened is None:
+                    opened = await self._open(layout, tenant, salt, fingerprint, deadline)
+                    # At once: whatever fails from here on, the session and the handle are there.
+                    if opened.session_id != self._session_id:
+                        self._handles.clear()
+                    self._session_id = opened.session_id
+                    self._handles[key] = opened
+                if self._limits is None or self._limits[0] != opened.boot_id:
+                    self._limits = (opened.boot_id, await self.plane.capabilities(deadline))
+            return opened, self._limits[1]
+
+    def forget(self, opened: OpenedNamespace) -> None:
+        """The daemon does not know this handle any more, or calls it stale."""
+        for key in [key for key, known in self._handles.items() if known is opened]:
+            del self._handles[key]
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Goes on with `work`, for which nobody waits."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
         """Ends the session if the daemon answers soon; its leases would end by themselves later."""
         if self._is_closed:
             return
         self._is_closed = True
+        self.codec.close()
         try:
             if self._session_id:
                 await self.plane.close_session(self._session_id, Deadline.after(_CLOSE_S_MAX))
@@ -184,6 +223,22 @@ class Link:
             pass
         finally:
             await self.plane.close()
+
+    async def _known(self, key: tuple[bytes, Shard], deadline: Deadline) -> OpenedNamespace | None:
+        """The handle that this key has already, if the daemon still answers for it."""
+        opened = self._handles.get(key)
+        if opened is None:
+            return None
+        try:
+            # A handle is bound to its generation for life; any key tells whether that has ended.
+            found = await self.plane.lookup(opened.handle, [bytes(KEY_BYTES)], Hints(), deadline)
+            is_stale = GetCode.STALE in found.codes
+        except (StaleGeneration, UnknownHandle):
+            is_stale = True
+        if is_stale:
+            self.forget(opened)
+            return None
+        return opened
 
     async def _open(
         self, layout: Layout, tenant: str, salt: bytes, fingerprint: bytes, deadline: Deadline

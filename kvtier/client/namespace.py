@@ -13,16 +13,23 @@ synchronous part, so that a tensor's stream is that of the caller.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.client import batches
-from kvtier.client.arguments import GetArguments, GetCall, PutArguments, PutCall
+from kvtier.client.arguments import (
+    GetArguments,
+    GetCall,
+    PutArguments,
+    PutCall,
+    checked_traceparent,
+)
+from kvtier.client.generations import bump_family
 from kvtier.client.keys import KeyChain, checked_keys, keys_of_hashes
 from kvtier.client.lease import AsyncLease
-from kvtier.client.link import Link, locked
+from kvtier.client.link import Link, Within, locked
 from kvtier.client.results import DeleteResult, GetResult, LookupResult, PutResult
 from kvtier.core.page import GetCode
 from kvtier.errors import (
@@ -45,7 +52,6 @@ if TYPE_CHECKING:
 __all__ = ["AsyncNamespace"]
 
 T = TypeVar("T")
-_TOKEN_BYTES = 16
 
 
 class AsyncNamespace:
@@ -104,13 +110,18 @@ class AsyncNamespace:
         return KeyChain(keys_of_hashes(hashes))
 
     async def lookup(
-        self, keys: Sequence[bytes], *, session: str = "", deadline: float | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        session: str = "",
+        traceparent: str = "",
+        deadline: Within = None,
     ) -> LookupResult:
         """Which pages are there now. Advice: a page can leave before the get."""
+        within = self._link.deadline(deadline)
         self._link.check_usable()
-        found = await batches.lookup(
-            self, checked_keys(keys), Hints(session=session), self._link.deadline(deadline)
-        )
+        hints = Hints(session=session, traceparent=checked_traceparent(traceparent))
+        found = await batches.lookup(self, checked_keys(keys), hints, within)
         return LookupResult(found.codes, found.tiers, self.layout.page_tokens)
 
     async def get(
@@ -131,7 +142,10 @@ class AsyncNamespace:
         bytes are in `result.pages`.
 
         `lossy_ok` accepts pages that a codec has rounded (unpacked into `out`); else such a copy is
-        a miss. Raises PageSizeError, KeyLengthError; MissingExtra for `lossy_ok` without torch.
+        a miss. `codec=Codec.FP8` takes no other copies than those and implies `lossy_ok`. The first
+        page that is unpacked loads torch, within the deadline or not: import it beforehand. Raises
+        PageSizeError (also for pages of `out` that share memory), KeyLengthError; MissingExtra for
+        `lossy_ok` without torch.
         """
         return await self.send_get(self.prepare_get(keys, out=out, at=at, **options))
 
@@ -144,12 +158,13 @@ class AsyncNamespace:
         **options: Unpack[GetArguments],
     ) -> GetCall:
         """The part of `get` that looks at its arguments, in the caller's thread."""
+        within = self._link.deadline(options.get("deadline"))
         self._link.check_usable()
-        return GetCall.of(self.layout, keys, out, at, options)
+        return GetCall.of(self.layout, keys, out, at, options, deadline=within)
 
     async def send_get(self, call: GetCall) -> GetResult:
         """The rest of `get`."""
-        return await batches.get(self, call, self._link.deadline(call.deadline))
+        return await batches.get(self, call)
 
     async def put(
         self,
@@ -165,7 +180,8 @@ class AsyncNamespace:
         `parent` and `depth` are what comes before the first (taken from `keys` when it is a
         KeyChain). `ttl` in seconds, `session` and `priority` are hints for what to keep.
         `durable="nvme"` waits until the page survives the daemon. `codec=Codec.FP8` packs before
-        sending; a page with numbers that cannot be packed is NONFINITE.
+        sending; a page with numbers that cannot be packed is NONFINITE. The first such put loads
+        torch, see `get`.
         """
         return await self.send_put(self.prepare_put(keys, pages, at=at, **options))
 
@@ -178,21 +194,21 @@ class AsyncNamespace:
         **options: Unpack[PutArguments],
     ) -> PutCall:
         """The part of `put` that looks at its arguments, in the caller's thread."""
+        within = self._link.deadline(options.get("deadline"))
         self._link.check_usable()
-        return PutCall.of(self.layout, keys, pages, at, options)
+        return PutCall.of(self.layout, keys, pages, at, options, deadline=within)
 
     async def send_put(self, call: PutCall) -> PutResult:
         """The rest of `put`."""
-        return await batches.put(self, call, self._link.deadline(call.deadline))
+        return await batches.put(self, call)
 
-    async def delete(self, keys: Sequence[bytes], *, deadline: float | None = None) -> DeleteResult:
+    async def delete(self, keys: Sequence[bytes], *, deadline: Within = None) -> DeleteResult:
         """Removes pages of this shard from every tier, durably. Raises when the daemon does not
         answer.
         """
+        within = self._link.deadline(deadline)
         self._link.check_usable()
-        return DeleteResult(
-            await batches.delete(self, checked_keys(keys), self._link.deadline(deadline))
-        )
+        return DeleteResult(await batches.delete(self, checked_keys(keys), within))
 
     def lease(
         self, keys: Sequence[bytes], *, ttl: float = 0.0, deadline: float | None = None
@@ -210,44 +226,48 @@ class AsyncNamespace:
         *,
         expected: int | None = None,
         token: bytes | None = None,
-        deadline: float | None = None,
+        deadline: Within = None,
     ) -> int:
         """Makes every page of this namespace a miss, in all tiers, durably; the new generation.
 
-        `expected` is the generation to end (by default the one this object is bound to). A repeated
-        `token` (16 bytes) answers as the first time. Afterwards this object is STALE until
-        `reopen`, like every other. Raises GenerationConflict, UnknownNamespace, and when the daemon
-        does not answer.
+        `expected` is the generation to end: by default the one of this object's handle, or where
+        the daemon gives none (the namespace was bumped), the present one. A repeated `token` (16
+        bytes) answers as the first time. Afterwards this object is STALE until `reopen`, like every
+        other. Raises GenerationConflict, UnknownNamespace, and when the daemon does not answer.
+
+        The weights revision of the layout is part of what a family is. So after `bump("r2")` this
+        family, that of the layout with "r1", refuses whoever opens it with "r1", and
+        `reopen("r2")` opens another family, that of the layout with "r2". To go back, bump this
+        family to "r1" again: that needs no handle.
         """
-        self._link.check_usable()
         within = self._link.deadline(deadline)
-        chosen = os.urandom(_TOKEN_BYTES) if token is None else token
-
-        async def send(opened: OpenedNamespace) -> int:
-            return await self._link.plane.bump(
-                opened.fingerprint,
-                expected=opened.generation if expected is None else expected,
-                weights_revision=weights_revision,
-                token=chosen,
-                deadline=within,
-            )
-
-        generation = await self.call(send, within)
+        self._link.check_usable()
+        if expected is None:
+            # Refused a handle, the present generation is looked up.
+            with suppress(NamespaceMismatch, StaleGeneration):
+                expected = (await self._attached(within)).generation
+        generation = await bump_family(
+            self._link,
+            self.fingerprint,
+            weights_revision=weights_revision,
+            expected=expected,
+            token=token,
+            deadline=within,
+        )
         if generation != self._generation:
             self._end()
         return generation
 
-    async def reopen(
-        self, weights_revision: str | None = None, *, deadline: float | None = None
-    ) -> int:
+    async def reopen(self, weights_revision: str | None = None, *, deadline: Within = None) -> int:
         """Binds this object to the namespace's present generation, which it returns.
 
-        Call it after a bump, with the revision of the weights that the engine has loaded now.
-        Raises NamespaceMismatch when the namespace is for other weights, and when the daemon does
-        not answer.
+        Call it after a bump, with the revision of the weights that the engine has loaded now. As
+        the revision is part of the family, another one makes this object that of another family;
+        `fingerprint` changes with it. Raises NamespaceMismatch when the namespace is for other
+        weights (load those, or `bump` it to yours), and when the daemon does not answer.
         """
-        self._link.check_usable()
         within = self._link.deadline(deadline)
+        self._link.check_usable()
         if weights_revision is not None:
             self.layout = replace(self.layout, weights_revision=weights_revision)
             self.fingerprint = self.layout.fingerprint(self.tenant, self.salt)
@@ -274,18 +294,29 @@ class AsyncNamespace:
         """`send` with a handle; once more with a new one if the daemon does not know it."""
         opened = await self._attached(deadline)
         try:
-            with self._link.guarded():
-                return await send(opened)
+            return await self._sent(send, opened)
         except UnknownHandle:
             self._drop(opened)
-            opened = await self._attached(deadline)
+            return await self._sent(send, await self._attached(deadline))
+
+    def learn(self, code: int, opened: OpenedNamespace) -> None:
+        """Looks at an outcome that the daemon gave for a handle: STALE is for good, unless this
+        object was reopened meanwhile.
+        """
+        if code == GetCode.STALE:
+            self._link.forget(opened)
+            if (opened.fingerprint, opened.generation) == (self.fingerprint, self._generation):
+                self._end()
+
+    async def _sent(
+        self, send: Callable[[OpenedNamespace], Awaitable[T]], opened: OpenedNamespace
+    ) -> T:
+        try:
             with self._link.guarded():
                 return await send(opened)
-
-    def learn(self, code: int) -> None:
-        """Looks at an outcome of the daemon: STALE is for good."""
-        if code == GetCode.STALE:
-            self._end()
+        except StaleGeneration:
+            self.learn(GetCode.STALE, opened)
+            raise
 
     async def _attached(self, deadline: Deadline) -> OpenedNamespace:
         if self._opened is not None:
@@ -298,12 +329,13 @@ class AsyncNamespace:
             return self._opened
 
     async def _open(self, deadline: Deadline) -> OpenedNamespace:
+        fingerprint = self.fingerprint
         try:
             opened, self._limits = await self._link.open(
                 self.layout,
                 tenant=self.tenant,
                 salt=self.salt,
-                fingerprint=self.fingerprint,
+                fingerprint=fingerprint,
                 deadline=deadline,
             )
         except NamespaceMismatch:
@@ -312,7 +344,9 @@ class AsyncNamespace:
             # Bumped to other weights while the daemon restarted.
             self._end()
             raise _stale() from None
-        if opened.raw_bytes != self.layout.raw_bytes or opened.fingerprint != self.fingerprint:
+        if fingerprint != self.fingerprint:
+            raise _stale()  # reopened with other weights meanwhile
+        if opened.raw_bytes != self.layout.raw_bytes or opened.fingerprint != fingerprint:
             raise LayoutError(
                 f"the daemon makes {opened.raw_bytes} bytes a page of this layout, "
                 f"this client {self.layout.raw_bytes}",
@@ -325,6 +359,7 @@ class AsyncNamespace:
         return opened
 
     def _drop(self, opened: OpenedNamespace) -> None:
+        self._link.forget(opened)
         if self._opened is opened:
             self._opened = None
 

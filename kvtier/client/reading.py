@@ -2,7 +2,9 @@
 
 Order for each page: bytes in place (or in a scratch buffer, when the place is strided, on a GPU, or
 the page is packed) -> compared with the payload sum under the identity that was asked for ->
-unpacked and put in place -> counted as a hit. Whatever fails leaves the page not a hit.
+unpacked and put in place -> counted as a hit. Whatever fails leaves the page not a hit. Unpacking
+happens beside the event loop, into private memory; only a call that still lives puts the page in
+place. An fp8 page is lossy whatever the daemon says of it.
 
 A Reader belongs to one call.
 """
@@ -10,21 +12,22 @@ A Reader belongs to one call.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvtier.client.buffers import Rows
 from kvtier.client.link import Verify
 from kvtier.client.results import GetColumns
 from kvtier.core.page import Codec, GetCode, Tier
-from kvtier.errors import NonFinite
 from kvtier.packing.checksum import verify_payload
-from kvtier.packing.codec import decode
 from kvtier.packing.layout import Layout
 from kvtier.transfer.planes.values import AnnouncedPage, Hints, OpenedNamespace
 
-__all__ = ["SAMPLE_ONE_IN", "GetOptions", "Part", "Reader"]
+__all__ = ["SAMPLE_ONE_IN", "GetOptions", "Part", "Reader", "Unpack"]
+
+#: Stored payloads to raw ones, None for one that no packer makes.
+Unpack: TypeAlias = Callable[[Codec, list[memoryview]], Awaitable[list[memoryview | None]]]
 
 SAMPLE_ONE_IN: Final = 16
 
@@ -60,13 +63,17 @@ class Reader:
         self._boot_ids = [0] * count
         self._slots = [0] * count
         self._generations = [0] * count
-        self._scratch: dict[Codec, memoryview] = {}
+        self._scratch: memoryview | None = None
 
     def scratch(self, codec: Codec) -> memoryview:
-        """Memory for one payload; pages come one at a time, so one is enough."""
-        if codec not in self._scratch:
-            self._scratch[codec] = memoryview(bytearray(self.layout.payload_bytes(codec)))
-        return self._scratch[codec]
+        """Memory for one payload. Raw pages are put in place one at a time and share it; packed
+        ones wait for the thread that unpacks them.
+        """
+        if codec is not Codec.RAW:
+            return memoryview(bytearray(self.layout.payload_bytes(codec)))
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(self.layout.raw_bytes))
+        return self._scratch
 
     def note(self, index: int, page: AnnouncedPage, code: GetCode, boot_id: int) -> None:
         self.codes[index] = code
@@ -106,8 +113,11 @@ class Part:
         handle: OpenedNamespace,
         *,
         options: GetOptions,
+        unpack: Unpack,
         always_verify: bool = False,
     ) -> None:
+        self._unpack = unpack
+        self._packed: list[tuple[int, AnnouncedPage, Codec, memoryview]] = []
         self._reader = reader
         self._indices = indices
         self._handle = handle
@@ -130,6 +140,7 @@ class Part:
             self._settle(index, page, code)
             return
         codec = next((codec for codec in self._lengths if codec == page.codec), None)
+        page = page._replace(lossy=page.lossy or codec is Codec.FP8)
         is_refused = page.lossy and not self._options.lossy_ok
         if codec is None or page.tier not in _TIERS or is_refused:
             # Not what was asked for. Its bytes come all the same and are dropped.
@@ -156,11 +167,24 @@ class Part:
         page, codec = self._expected.pop(index)
         data, self._target = self._target, None
         assert data is not None, "begin came first"
-        if self._is_whole(index, page, codec, data) and self._place(index, codec, data):
-            self._settle(index, page, GetCode.HIT)
+        if not self._is_whole(index, page, codec, data):
+            self._fail(index, page)
+        elif codec is Codec.RAW:
+            self._place(index, page, None if self._is_in_place else data)
         else:
-            self._settle(index, page, GetCode.CORRUPT)
-            self.failed.append(self._indices[index])
+            self._packed.append((index, page, codec, data))
+
+    async def settle(self) -> None:
+        packed, self._packed = self._packed, []
+        for codec in {codec for _, _, codec, _ in packed}:
+            mine = [entry for entry in packed if entry[2] is codec]
+            made = await self._unpack(codec, [data for _, _, _, data in mine])
+            for (index, page, _, _), raw in zip(mine, made, strict=True):
+                if raw is None:
+                    # Scales or codes that no packer makes: made wrong, not damaged on the way.
+                    self._fail(index, page)
+                else:
+                    self._place(index, page, raw)
 
     def _is_whole(self, index: int, page: AnnouncedPage, codec: Codec, data: memoryview) -> bool:
         if not self._always_verify and not self._reader.is_verified():
@@ -176,19 +200,15 @@ class Part:
             length=page.length,
         )
 
-    def _place(self, index: int, codec: Codec, data: memoryview) -> bool:
-        """Puts a verified page where the caller wants it, if it is not there already."""
-        if self._is_in_place:
-            return True
-        place = self._indices[index]
-        if codec is not Codec.RAW:
-            try:
-                data = decode(codec, self._reader.layout, data).data
-            except NonFinite:
-                # Scales or codes that no packer makes: made wrong, not damaged on the way.
-                return False
-        self._reader.rows.store(place, data)
-        return True
+    def _place(self, index: int, page: AnnouncedPage, raw: memoryview | None) -> None:
+        """Puts a verified page where the caller wants it, if it is not there already (None)."""
+        if raw is not None:
+            self._reader.rows.store(self._indices[index], raw)
+        self._settle(index, page, GetCode.HIT)
+
+    def _fail(self, index: int, page: AnnouncedPage) -> None:
+        self._settle(index, page, GetCode.CORRUPT)
+        self.failed.append(self._indices[index])
 
     def _settle(self, index: int, page: AnnouncedPage, code: GetCode) -> None:
         self._reader.note(self._indices[index], page, code, self._handle.boot_id)

@@ -13,14 +13,11 @@ its connections within two seconds.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import os
-import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.client import aio
 from kvtier.client.arguments import GetArguments, PutArguments
@@ -28,9 +25,10 @@ from kvtier.client.keys import KeyChain
 from kvtier.client.lease import AsyncLease
 from kvtier.client.namespace import AsyncNamespace
 from kvtier.client.results import DeleteResult, GetResult, LookupResult, PutResult
+from kvtier.client.runner import Runner
 from kvtier.core.page import GetCode
-from kvtier.errors import ClientClosed
 from kvtier.packing.layout import Layout
+from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import Capabilities, Status
 
 if TYPE_CHECKING:
@@ -42,9 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "Lease", "Namespace", "connect"]
 
 T = TypeVar("T")
-
-_STOP_S_MAX: Final = 2.0
-_CALLS_S_MAX: Final = 0.5
 
 
 def connect(
@@ -58,86 +53,7 @@ def connect(
     return Connection(aio.connect(url, deadline=deadline, verify=verify, client_name=client_name))
 
 
-class _Runner:
-    """One event loop in one daemon thread; runs coroutines for any thread and waits for them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # between taking a call and beginning to stop
-        self._is_stopping = False
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(_ignore_lost_race)
-        self._thread = threading.Thread(target=self._serve, name="kvtier-client", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        ended = threading.Event()
-
-        async def run() -> T:
-            try:
-                return await coroutine
-            finally:
-                ended.set()
-
-        with self._lock:
-            if self._is_stopping:
-                coroutine.close()
-                raise _closed()
-            future = asyncio.run_coroutine_threadsafe(run(), self._loop)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise _closed() from None
-        finally:
-            if not ended.is_set():
-                # An interrupt: the call must not write to the caller's memory after it.
-                future.cancel()
-                ended.wait(_STOP_S_MAX)
-
-    def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs `last`, then ends loop and thread. Once."""
-        with self._lock:
-            self._is_stopping = True
-        ending = asyncio.run_coroutine_threadsafe(self._wind_up(last), self._loop)
-        if threading.current_thread() is self._thread:
-            return  # the collector dropped the connection here: nothing to wait for
-        try:
-            ending.result(_STOP_S_MAX)
-        except TimeoutError:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_STOP_S_MAX)
-
-    async def _wind_up(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        try:
-            await last()
-            # Calls of other threads that this has just ended: let them say so.
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            if left:
-                _, left = await asyncio.wait(left, timeout=_CALLS_S_MAX)
-            for task in left:
-                task.cancel()
-            if left:
-                await asyncio.wait(left, timeout=_CALLS_S_MAX)
-        finally:
-            self._loop.call_soon(self._loop.stop)
-
-
-def _closed() -> ClientClosed:
-    return ClientClosed("the connection is closed", remedy="connect again")
-
-
-def _ignore_lost_race(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """grpc wakes every loop of the process for one event; all but one find it taken already."""
-    if not isinstance(context.get("exception"), BlockingIOError):
-        loop.default_exception_handler(context)
-
-
-def _shut_down(runner: _Runner, connection: aio.AsyncConnection) -> None:
+def _shut_down(runner: Runner, connection: aio.AsyncConnection) -> None:
     # In a forked child loop and thread are the parent's.
     if os.getpid() == connection.link.pid:
         runner.stop(connection.close)
@@ -148,7 +64,7 @@ class Connection:
 
     def __init__(self, connection: aio.AsyncConnection) -> None:
         self._async = connection
-        self._runner = _Runner()
+        self._runner = Runner()
         self._finalizer = weakref.finalize(self, _shut_down, self._runner, connection)
 
     def __enter__(self) -> Connection:
@@ -179,22 +95,21 @@ class Connection:
         deadline: float | None = None,
     ) -> Namespace:
         """See AsyncConnection.namespace."""
-        opened = self._run(
-            self._async.namespace(layout, tenant=tenant, salt=salt, deadline=deadline)
-        )
+        within = self._within(deadline)
+        opened = self._run(self._async.namespace(layout, tenant=tenant, salt=salt, deadline=within))
         return Namespace(self, opened)
 
     def status(self, *, deadline: float | None = None) -> Status:
         """How the daemon is doing. Raises DaemonUnavailable, DeadlineExceeded."""
-        return self._run(self._async.status(deadline=deadline))
+        return self._run(self._async.status(deadline=self._within(deadline)))
 
     def capabilities(self, *, deadline: float | None = None) -> Capabilities:
         """What the daemon can do, and its limits. Raises DaemonUnavailable, DeadlineExceeded."""
-        return self._run(self._async.capabilities(deadline=deadline))
+        return self._run(self._async.capabilities(deadline=self._within(deadline)))
 
     def ping(self, *, deadline: float | None = None) -> float:
         """Seconds for a round trip. Raises DaemonUnavailable, DeadlineExceeded."""
-        return self._run(self._async.ping(deadline=deadline))
+        return self._run(self._async.ping(deadline=self._within(deadline)))
 
     def delete_namespace(
         self,
@@ -205,8 +120,34 @@ class Connection:
         deadline: float | None = None,
     ) -> int:
         """See AsyncConnection.delete_namespace."""
+        within = self._within(deadline)
         return self._run(
-            self._async.delete_namespace(layout, tenant=tenant, salt=salt, deadline=deadline)
+            self._async.delete_namespace(layout, tenant=tenant, salt=salt, deadline=within)
+        )
+
+    def bump_namespace(
+        self,
+        layout: Layout,
+        weights_revision: str = "",
+        *,
+        tenant: str = "default",
+        salt: bytes = b"",
+        expected: int | None = None,
+        token: bytes | None = None,
+        deadline: float | None = None,
+    ) -> int:
+        """See AsyncConnection.bump_namespace."""
+        within = self._within(deadline)
+        return self._run(
+            self._async.bump_namespace(
+                layout,
+                weights_revision,
+                tenant=tenant,
+                salt=salt,
+                expected=expected,
+                token=token,
+                deadline=within,
+            )
         )
 
     def close(self) -> None:
@@ -215,6 +156,10 @@ class Connection:
         Calls under way in other threads raise ClientClosed.
         """
         self._finalizer()
+
+    def _within(self, deadline: float | None) -> Deadline:
+        """The deadline of a call that begins now, in the caller's thread: waiting counts."""
+        return self._async.link.deadline(deadline)
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
@@ -275,10 +220,18 @@ class Namespace:
         return self._async.keys_from(hashes)
 
     def lookup(
-        self, keys: Sequence[bytes], *, session: str = "", deadline: float | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        session: str = "",
+        traceparent: str = "",
+        deadline: float | None = None,
     ) -> LookupResult:
         """Which pages are there now. Advice: a page can leave before the get."""
-        return self._run(self._async.lookup(keys, session=session, deadline=deadline))
+        within = self._connection._within(deadline)
+        return self._run(
+            self._async.lookup(keys, session=session, traceparent=traceparent, deadline=within)
+        )
 
     def get(
         self,
@@ -307,7 +260,7 @@ class Namespace:
 
     def delete(self, keys: Sequence[bytes], *, deadline: float | None = None) -> DeleteResult:
         """Removes pages of this shard from every tier, durably."""
-        return self._run(self._async.delete(keys, deadline=deadline))
+        return self._run(self._async.delete(keys, deadline=self._connection._within(deadline)))
 
     def lease(
         self, keys: Sequence[bytes], *, ttl: float = 0.0, deadline: float | None = None
@@ -324,13 +277,15 @@ class Namespace:
         deadline: float | None = None,
     ) -> int:
         """Makes every page of this namespace a miss; see AsyncNamespace.bump."""
+        within = self._connection._within(deadline)
         return self._run(
-            self._async.bump(weights_revision, expected=expected, token=token, deadline=deadline)
+            self._async.bump(weights_revision, expected=expected, token=token, deadline=within)
         )
 
     def reopen(self, weights_revision: str | None = None, *, deadline: float | None = None) -> int:
         """Binds this object to the present generation; see AsyncNamespace.reopen."""
-        return self._run(self._async.reopen(weights_revision, deadline=deadline))
+        within = self._connection._within(deadline)
+        return self._run(self._async.reopen(weights_revision, deadline=within))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._connection._run(coroutine)
@@ -344,7 +299,7 @@ class Lease:
         self._async = lease
 
     def __enter__(self) -> Lease:
-        self._connection._run(self._async.take())
+        self._connection._run(self._async.take(deadline=self._within()))
         return self
 
     def __exit__(
@@ -372,16 +327,19 @@ class Lease:
 
     def pages(self) -> Sequence[bytearray | None]:
         """The raw bytes of each page (a copy over grpc), None where it is not held."""
-        return self._connection._run(self._async.pages())
+        return self._connection._run(self._async.pages(deadline=self._within()))
 
     def tensors(self) -> list[dict[str, torch.Tensor] | None]:
         """Each page as its segments by name; see AsyncLease.tensors."""
-        return self._connection._run(self._async.tensors())
+        return self._connection._run(self._async.tensors(deadline=self._within()))
 
     def renew(self, ttl: float = 0.0) -> None:
         """Moves the deadline to `ttl` seconds from now. Raises LeaseExpired."""
-        self._connection._run(self._async.renew(ttl))
+        self._connection._run(self._async.renew(ttl, deadline=self._within()))
 
     def release(self) -> None:
         """Ends the lease. Ending it twice, or after the daemon ended it, is no error."""
-        self._connection._run(self._async.release())
+        self._connection._run(self._async.release(deadline=self._within()))
+
+    def _within(self) -> Deadline:
+        return self._async.within()

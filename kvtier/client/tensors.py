@@ -24,14 +24,15 @@ from kvtier.client.buffers import (
     PageRows,
     Request,
     Rows,
+    is_tensor,
     page_ids,
     row_shape,
     rows_of_array,
     rows_of_buffer,
     size_error,
 )
+from kvtier.client.overlap import Footprint
 from kvtier.errors import PageSizeError
-from kvtier.packing._torch import is_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,8 @@ __all__ = ["TensorRows", "rows_of"]
 
 
 def rows_of(memory: object, request: Request, at: object = None) -> Rows:
-    """The pages in whatever the caller passed. Raises PageSizeError naming index, have and need.
+    """The pages in whatever the caller passed. Raises PageSizeError naming index, have and need,
+    also for pages to be filled that share memory: the last one would be in the place of others.
 
     `memory` is a tensor, ndarray or buffer with the pages along its first dimension (or,
     contiguous, cut into equal parts), or a sequence of those with one page each; with `at`, the
@@ -48,6 +50,16 @@ def rows_of(memory: object, request: Request, at: object = None) -> Rows:
     """
     if memory is None and at is None and request.writable:
         return Allocated(request)
+    rows = _rows(memory, request, at)
+    if request.writable and not request.is_one_page and rows.shares_memory():
+        raise PageSizeError(
+            f"{request.name}: pages share memory, one would be written over another",
+            remedy="pass memory with room for every page, each in a place of its own",
+        )
+    return rows
+
+
+def _rows(memory: object, request: Request, at: object) -> Rows:
     if is_tensor(memory):
         return _rows_of_tensor(memory, request, at)
     if isinstance(memory, np.ndarray):
@@ -114,6 +126,13 @@ class TensorRows(Rows):
             if self._stream is not None:
                 self._stream.synchronize()
 
+    def footprints(self) -> list[Footprint]:
+        count = len(self._tensor if self._ids is None else self._ids)
+        return [_footprint(self._row(index)) for index in range(count)]
+
+    def shares_memory(self) -> bool:
+        return not _footprint(self._tensor).is_nested() and super().shares_memory()
+
     def _row(self, index: int) -> torch.Tensor:
         return self._tensor[index if self._ids is None else self._ids[index]]
 
@@ -133,11 +152,6 @@ def _rows_of_tensor(tensor: torch.Tensor, request: Request, at: object) -> Rows:
         raise PageSizeError(
             f"{request.name} is a {tensor.layout} tensor", remedy="pass a dense tensor"
         )
-    if request.writable and _overlaps_itself(tensor):
-        raise PageSizeError(
-            f"{request.name} is an expanded tensor: its pages share memory",
-            remedy="pass memory with room for every page",
-        )
     pool_pages = len(tensor) if tensor.ndim else 0
     ids = None if at is None else page_ids(at, pool_pages, request)
     nbytes = tensor.numel() * tensor.element_size()
@@ -156,9 +170,14 @@ def _rows_of_tensor(tensor: torch.Tensor, request: Request, at: object) -> Rows:
     return TensorRows(tensor, ids)
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+def _footprint(tensor: torch.Tensor) -> Footprint:
+    size = tensor.element_size()
+    return Footprint(
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tuple(stride * size for stride in tensor.stride()),
+        size,
+        str(tensor.device),
     )
 
 

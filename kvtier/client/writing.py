@@ -1,22 +1,21 @@
 """A put: payload sums from the source bytes, packing if asked for, one outcome a page.
 
 The sum is made here, from the memory the caller passed (or from the one contiguous copy of it),
-before anything is sent; from then on everyone only compares. A page that cannot be packed gets
-NONFINITE and the others go on.
+before anything is sent; from then on everyone only compares. A page that is to be packed is copied
+to private memory first and summed and packed from that copy, so that the sum of its origin is that
+of the bytes that were packed. A page that cannot be packed gets NONFINITE and the others go on.
 
 A Writer belongs to one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.client.buffers import Rows
 from kvtier.core.page import NO_SUM, Codec, Durability, PageRef, PutCode, Tier
-from kvtier.errors import NonFinite
 from kvtier.packing.checksum import payload_sum
-from kvtier.packing.codec import encode
 from kvtier.packing.layout import Layout
 from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import Hints, OpenedNamespace, OutgoingPage, PutReply
@@ -40,8 +39,15 @@ class Writer:
     """The outcomes of one put while they come in. Every page is UNAVAILABLE until it has one."""
 
     def __init__(
-        self, layout: Layout, keys: Sequence[bytes], rows: Rows, options: PutOptions
+        self,
+        layout: Layout,
+        keys: Sequence[bytes],
+        rows: Rows,
+        options: PutOptions,
+        *,
+        pack: Callable[[memoryview], Awaitable[memoryview | None]],
     ) -> None:
+        self._pack = pack
         self.layout = layout
         self.keys = keys
         self.options = options
@@ -49,19 +55,19 @@ class Writer:
         self.codes = bytearray([PutCode.UNAVAILABLE]) * len(keys)
         self.refs: list[PageRef | None] = [None] * len(keys)
 
-    def pages(
+    async def pages(
         self, indices: Sequence[int], handle: OpenedNamespace, deadline: Deadline, sent: list[int]
-    ) -> Iterator[OutgoingPage]:
+    ) -> AsyncGenerator[OutgoingPage, None]:
         """The pages of one call, each made when its turn comes; `sent` grows by those that go out.
 
         Raises DeadlineExceeded between two pages.
         """
         for index in indices:
             deadline.remaining()
-            data = self._rows.direct(index)
+            data = self._rows.direct(index) if self.options.codec is Codec.RAW else None
             if data is None:
                 data = self._rows.load(index)
-            page = self._page(index, handle, data)
+            page = await self._page(index, handle, data)
             if page is None:
                 self.codes[index] = PutCode.NONFINITE
             else:
@@ -84,16 +90,17 @@ class Writer:
             if self.codes[index] != PutCode.NONFINITE:
                 self.codes[index] = code
 
-    def _page(self, index: int, handle: OpenedNamespace, raw: memoryview) -> OutgoingPage | None:
+    async def _page(
+        self, index: int, handle: OpenedNamespace, raw: memoryview
+    ) -> OutgoingPage | None:
         options = self.options
         raw_sum = self._sum(index, handle, Codec.RAW, raw)
         data, origin_sum = raw, NO_SUM
         if options.codec is not Codec.RAW:
-            try:
-                data = encode(options.codec, self.layout, raw).data
-            except NonFinite:
+            packed = await self._pack(raw)
+            if packed is None:
                 return None
-            origin_sum = raw_sum
+            data, origin_sum = packed, raw_sum
         is_first = index == 0 or not options.is_chain
         return OutgoingPage(
             key=self.keys[index],

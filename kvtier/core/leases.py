@@ -26,6 +26,7 @@ class Lease:
     session: int
     deadline: float
     rows: array[int]
+    queued_at: float = 0.0
 
 
 class LeaseBook:
@@ -46,9 +47,9 @@ class LeaseBook:
         """A lease over `rows`; the caller has raised their lease counts."""
         self._last_id += 1
         lease_id = self._last_id
-        self._leases[lease_id] = Lease(session, deadline, array("i", rows))
+        lease = self._leases[lease_id] = Lease(session, deadline, array("i", rows))
         self._of_session.setdefault(session, set()).add(lease_id)
-        heapq.heappush(self._deadlines, (deadline, lease_id))
+        self._queue(lease_id, lease)
         return lease_id
 
     def renew(self, session: int, lease_id: int, deadline: float) -> LeaseCode:
@@ -57,7 +58,8 @@ class LeaseBook:
         if lease is None or lease.session != session:
             return self._gone(session, lease_id)
         lease.deadline = deadline
-        heapq.heappush(self._deadlines, (deadline, lease_id))
+        if deadline < lease.queued_at:  # a later one is queued when the present entry comes up
+            self._queue(lease_id, lease)
         return LeaseCode.HELD
 
     def close(self, session: int, lease_id: int) -> tuple[LeaseCode, array[int]]:
@@ -74,8 +76,11 @@ class LeaseBook:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, lease_id = heapq.heappop(self._deadlines)
             lease = self._leases.get(lease_id)
-            if lease is None or lease.deadline > now:
-                continue  # given back, or renewed since
+            if lease is None:
+                continue  # given back
+            if lease.deadline > now:  # renewed
+                self._queue(lease_id, lease)
+                continue
             ended.append(lease.rows)
             self._expired[lease_id] = lease.session
             if len(self._expired) > _REMEMBERED_MAX:
@@ -87,6 +92,10 @@ class LeaseBook:
         """Ends every lease of a session; rows of each."""
         ids = list(self._of_session.get(session, ()))
         return [self._drop(lease_id).rows for lease_id in ids]
+
+    def _queue(self, lease_id: int, lease: Lease) -> None:
+        lease.queued_at = lease.deadline
+        heapq.heappush(self._deadlines, (lease.deadline, lease_id))
 
     def _drop(self, lease_id: int) -> Lease:
         lease = self._leases.pop(lease_id)

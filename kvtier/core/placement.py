@@ -9,11 +9,10 @@ The caller holds the store's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.chains import chain_heat, rows_after
 from kvtier.core.lifecycle import State
 from kvtier.core.page import Tier
 from kvtier.core.policy.lru import NEVER
@@ -25,14 +24,15 @@ __all__ = ["Placement"]
 #: Between two looks at other classes' slabs (a vector scan of the table) lie so many evictions of a
 #: class.
 _SLAB_LOOK_EVERY = 256
-_SLABS_TRIED = 4
+#: Slabs tried in one look: a slab can turn out to be kept by a shard or a page that lies elsewhere.
+_SLABS_TRIED = 64
 
 
 class Placement:
-    def __init__(self, residents: Residents, shard_count: Callable[[int], int]) -> None:
+    def __init__(self, residents: Residents) -> None:
         self._residents = residents
-        self._shard_count = shard_count
         self._until_look: dict[tuple[Tier, int], int] = {}
+        self._failed_look: dict[tuple[Tier, int], int] = {}  # Residents.changes at that time
         self.evicted = 0
         self.slabs_moved = 0
 
@@ -49,7 +49,7 @@ class Placement:
 
     def evict_page(self, row: int) -> None:
         """Retires a copy and its sibling shards in the same tier."""
-        for sibling in self._siblings(row):
+        for sibling in self._residents.siblings(row):
             self._residents.retire(sibling)
             self.evicted += 1
 
@@ -73,54 +73,51 @@ class Placement:
         table = self._residents.table
         return all(
             table.leases[sibling] == 0 and table.children[sibling] == 0
-            for sibling in self._siblings(row)
+            for sibling in self._residents.siblings(row)
         )
-
-    def _siblings(self, row: int) -> list[int]:
-        """The row and the rows of its other shards in the same tier."""
-        residents, table = self._residents, self._residents.table
-        namespace = table.namespace[row]
-        count = self._shard_count(namespace)
-        if count == 1:
-            return [row]
-        rows = [row]
-        key = table.key(row)
-        for shard in range(count):
-            if shard != table.shard[row]:
-                other = residents.in_tier(
-                    residents.index.find(namespace, shard, key), table.tier[row]
-                )
-                if other != NO_ROW:
-                    rows.append(other)
-        return rows
 
     def _empty_a_slab(self, tier: Tier, record_bytes: int, *, colder_than: int) -> bool:
         """Empties the coldest slab of another class that may give way."""
+        residents = self._residents
+        key = (tier, record_bytes)
+        if self._failed_look.get(key) == residents.changes:
+            return False  # nothing has been let go since: the answer would be the same
         for slab in self._coldest_slabs(tier, record_bytes, colder_than=colder_than):
             rows = self._dependents(self._rows_in(tier, slab))
-            if bool((self._residents.table.column("leases")[rows] == 0).all()):
-                self._residents.retire_many(rows)
+            if bool((residents.table.column("leases")[rows] == 0).all()):
+                residents.retire_many(rows)
                 self.evicted += len(rows)
                 self.slabs_moved += 1
                 return True
+        self._failed_look[key] = residents.changes
         return False
 
     def _coldest_slabs(self, tier: Tier, record_bytes: int, *, colder_than: int) -> list[int]:
-        """A few slabs of other classes all of whose pages are colder, the coldest first."""
+        """Slabs of other classes all of which is colder and may go: the coldest first, and of
+        equally cold ones that with the ends of chains.
+        """
         table = self._residents.table
         units = self._residents.allocators[tier].slab_range(0)[1]
-        mine = (table.live("tier") == tier) & (table.live("state") != State.FREE)
-        mine &= table.live("record") != record_bytes
+        live = table.live("state") != State.FREE
+        mine = live & (table.live("tier") == tier) & (table.live("record") != record_bytes)
         rows = np.flatnonzero(mine)
         if not len(rows):
             return []
+        heat, depth = chain_heat(
+            table.live("parent"),
+            np.where(
+                (table.live("leases") != 0) | (table.live("state") != State.SEALED),
+                np.where(live, np.uint64(NEVER), np.uint64(0)),
+                table.live("stamp"),
+            ),
+        )
         slabs = (table.live("slot")[rows] // np.uint64(units)).astype(np.int64)
-        busy = (table.live("leases")[rows] != 0) | (table.live("state")[rows] != State.SEALED)
-        heat = np.where(busy, np.uint64(NEVER), table.live("stamp")[rows])
         numbers, places = np.unique(slabs, return_inverse=True)
         hottest = np.zeros(len(numbers), np.uint64)
-        np.maximum.at(hottest, places, heat)
-        order = np.argsort(hottest, kind="stable")[:_SLABS_TRIED]
+        np.maximum.at(hottest, places, heat[rows])
+        shallowest = np.full(len(numbers), np.iinfo(np.int64).max)
+        np.minimum.at(shallowest, places, depth[rows])
+        order = np.lexsort((-shallowest, hottest))[:_SLABS_TRIED]
         return [int(numbers[i]) for i in order if int(hottest[i]) < min(colder_than, NEVER)]
 
     def _rows_in(self, tier: Tier, slab: int) -> npt.NDArray[np.int64]:
@@ -132,12 +129,13 @@ class Placement:
 
     def _dependents(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The rows and all that would be useless without them: pages after them, sibling shards."""
-        table = self._residents.table
-        parents = table.live("parent").astype(np.int64) - 1
-        found = frontier = rows
-        while len(frontier):
-            after = np.flatnonzero(np.isin(parents, frontier) & (parents >= 0))
-            shards = [row for at in frontier.tolist() for row in self._siblings(at)]
-            frontier = np.setdiff1d(np.union1d(after, np.array(shards, np.int64)), found)
-            found = np.union1d(found, frontier)
-        return found
+        residents, table = self._residents, self._residents.table
+        found = rows
+        while True:
+            after = rows_after(table.live("parent"), found)
+            sharded = [r for r in after.tolist() if residents.is_sharded(table.namespace[r])]
+            shards = [row for at in sharded for row in residents.siblings(at)]
+            everything = np.union1d(after, np.array(shards, np.int64))
+            if len(everything) == len(after):
+                return everything
+            found = everything

@@ -38,6 +38,7 @@ class Residents:
         generations: Generations,
         events: EventLog,
         make_policy: Callable[[CopyTable], Policy],
+        shard_count: Callable[[int], int],
         quarantine_share: float,
     ) -> None:
         self.table = table
@@ -47,8 +48,12 @@ class Residents:
         self.events = events
         self._generations = generations
         self._make_policy = make_policy
+        self._shard_count = shard_count
+        #: Rises whenever something may have become evictable or free.
+        self.changes = 0
         self._queues: dict[tuple[Tier, int], Policy] = {}
         self._quarantine: dict[Tier, deque[int]] = {tier: deque() for tier in allocators}
+        self._condemned_bytes = dict.fromkeys(allocators, 0)
         self._quarantine_bytes_max = {
             tier: int(allocator.capacity_bytes * quarantine_share)
             for tier, allocator in allocators.items()
@@ -64,8 +69,12 @@ class Residents:
     def begin(
         self, tier: Tier, slot: int, record_bytes: int, namespace: int, shard: int, meta: PageMeta
     ) -> int:
-        """FREE -> FILLING in a slot that the allocator has handed out; NO_ROW when the table is
-        full."""
+        """FREE -> FILLING in a slot that the allocator has handed out; NO_ROW: the table is full.
+
+        ValueError for a shard or namespace number that the table cannot hold; nothing has changed.
+        """
+        if not (0 <= shard < 1 << 16 and 0 <= namespace < 1 << 32):
+            raise ValueError(f"shard {shard} of namespace {namespace} does not fit the table")
         # Drawn first: the journal behind it can fail, and nothing may have changed then.
         generation = self._generations.next()
         table = self.table
@@ -84,8 +93,12 @@ class Residents:
         return row
 
     def seal(self, row: int, parent_key: bytes) -> None:
-        """FILLING -> SEALED: findable from now on."""
+        """FILLING -> SEALED: findable from now on, in place of a worse copy in the same tier."""
         table = self.table
+        head = self.index.find(table.namespace[row], table.shard[row], table.key(row))
+        worse = self.in_tier(head, table.tier[row])
+        if worse != NO_ROW:
+            self._replace(worse, row)
         self._fire(row, Event.SEAL)
         self.index.insert(row)
         if parent_key:
@@ -111,9 +124,12 @@ class Residents:
         self._give_back(row)
 
     def orphan(self, row: int) -> None:
-        """FILLING -> QUARANTINED: its writer may still write."""
+        """FILLING -> QUARANTINED: its writer may still write, so no cap frees the slot."""
         self._fire(row, Event.ORPHAN)
-        self._quarantine[Tier(self.table.tier[row])].append(row)
+
+    def is_orphan(self, row: int) -> bool:
+        tier = Tier(self.table.tier[row])
+        return self.table.state[row] == State.QUARANTINED and row not in self._quarantine[tier]
 
     def retire(self, row: int) -> None:
         """SEALED -> RETIRING, and on to FREE when no lease names it."""
@@ -122,22 +138,25 @@ class Residents:
         self.drain(row)
 
     def condemn(self, row: int) -> None:
-        """SEALED -> QUARANTINED: unfindable at once, its bytes kept for inspection while there is
-        room."""
-        tier = Tier(self.table.tier[row])
+        """SEALED -> QUARANTINED: unfindable at once, its bytes kept for inspection if possible."""
         self._unfind(row)
         self._fire(row, Event.CONDEMN)
+        tier = Tier(self.table.tier[row])
+        self._quarantine[tier].append(row)
+        self._condemned_bytes[tier] += self.table.record[row]
+        self._drain_quarantine(tier)
+
+    def _drain_quarantine(self, tier: Tier) -> None:
+        """Drains the oldest until the tier's cap is kept; what a lease names goes when it ends."""
         quarantine = self._quarantine[tier]
-        quarantine.append(row)
-        over = self.ledger.bytes_in(tier, State.QUARANTINED) - self._quarantine_bytes_max[tier]
         for _ in range(len(quarantine)):
-            if over <= 0:
+            if self._condemned_bytes[tier] <= self._quarantine_bytes_max[tier]:
                 break
             oldest = quarantine.popleft()
             if self.table.leases[oldest]:
                 quarantine.append(oldest)
                 continue
-            over -= self.table.record[oldest]
+            self._condemned_bytes[tier] -= self.table.record[oldest]
             self.drain(oldest)
 
     def drain(self, row: int) -> None:
@@ -151,35 +170,65 @@ class Residents:
 
     def release(self, row: int) -> None:
         """Ends one lease; the last one lets the page be evicted, or its slot be reused."""
+        assert self.table.leases[row] > 0
+        self.table.leases[row] -= 1
+        if self.table.leases[row] == 0:
+            self._released(row)
+
+    def _released(self, row: int) -> None:
+        self.changes += 1
+        state = self.table.state[row]
+        if state == State.SEALED:
+            self._ready(row)
+        elif state == State.RETIRING:
+            self.drain(row)
+        elif state == State.QUARANTINED:
+            self._drain_quarantine(Tier(self.table.tier[row]))
+
+    def _ready(self, row: int) -> None:
+        """One of its reasons to stay has gone: it, and its sibling shards, may be candidates."""
         table = self.table
-        assert table.leases[row] > 0
-        table.leases[row] -= 1
-        if table.leases[row] == 0:
-            state = table.state[row]
-            if state == State.SEALED:
-                if table.children[row] == 0:
-                    self._queue_of(row).ready(row)
-            elif state == State.RETIRING:
-                self.drain(row)
+        for at in self.siblings(row):
+            if table.children[at] == 0 and table.leases[at] == 0 and table.queued[at] == 0:
+                self._queue_of(at).ready(at)
+
+    def is_sharded(self, namespace: int) -> bool:
+        return self._shard_count(namespace) > 1
+
+    def siblings(self, row: int) -> list[int]:
+        """The row and the rows of its other shards in the same tier."""
+        table = self.table
+        namespace = table.namespace[row]
+        rows = [row]
+        count = self._shard_count(namespace)
+        if count > 1:
+            key = table.key(row)
+            for shard in range(count):
+                if shard != table.shard[row]:
+                    other = self.in_tier(self.index.find(namespace, shard, key), table.tier[row])
+                    if other != NO_ROW:
+                        rows.append(other)
+        return rows
 
     def hold_many(self, rows: npt.NDArray[np.int64]) -> None:
         """As `hold` for each of `rows`; a row may be named more than once."""
         np.add.at(self.table.column("leases"), rows, 1)
 
     def release_many(self, rows: npt.NDArray[np.int64]) -> None:
-        """As `release` for each of `rows`, without a step a row: leases can be large."""
+        """As `release` for each of `rows`; steps only where a last lease has a consequence."""
         table = self.table
         np.subtract.at(table.column("leases"), rows, 1)
         rows = np.unique(rows)
         leases = table.column("leases")[rows]
         assert not bool((leases < 0).any())
         rows = rows[leases == 0]
-        states = table.column("state")[rows]
-        unqueued = (table.column("queued")[rows] == 0) & (table.column("children")[rows] == 0)
-        for row in rows[(states == State.SEALED) & unqueued].tolist():
-            self._queue_of(row).ready(row)
-        for row in rows[states == State.RETIRING].tolist():
-            self.drain(row)
+        self.changes += 1
+        queued = (table.column("state")[rows] == State.SEALED) & (table.column("queued")[rows] != 0)
+        namespaces = np.unique(table.column("namespace")[rows[queued]])
+        if any(self._shard_count(int(number)) > 1 for number in namespaces):
+            queued[:] = False  # a sibling may wait for this release
+        for row in rows[~queued].tolist():
+            self._released(row)
 
     def touch(self, rows: npt.NDArray[np.int64]) -> None:
         """The pages were used together; `rows` goes from the head of their chain to its tail."""
@@ -193,23 +242,53 @@ class Residents:
             rows = rows[~together]
 
     def retire_many(self, rows: npt.NDArray[np.int64]) -> None:
-        """Retires sealed rows, tails of chains first (they carry the lower stamps)."""
-        order = np.argsort(self.table.column("stamp")[rows], kind="stable")
-        for row in rows[order].tolist():
+        """Retires sealed rows; chain links of and between them are cut in one vector pass."""
+        self.cut_links(rows)
+        for row in rows.tolist():
             self.retire(row)
+
+    def cut_links(self, rows: npt.NDArray[np.int64]) -> None:
+        """Takes `rows` out of their chains: no parents, no children, and nobody's child or
+        parent."""
+        table = self.table
+        parent, children = table.column("parent"), table.column("children")
+        parents = parent[rows].astype(np.int64) - 1
+        parents = parents[parents >= 0]
+        parent[rows] = 0
+        np.subtract.at(children, parents, 1)
+        if bool(children[rows].any()):
+            table.orphan_children(rows)
+            children[rows] = 0
+        for row in np.setdiff1d(parents, rows).tolist():
+            if children[row] == 0 and table.state[row] == State.SEALED:
+                self._ready(row)
+
+    def _replace(self, old: int, new: int) -> None:
+        """Retires `old`, a copy of the same page in the same tier; `new` takes over its
+        children."""
+        table = self.table
+        if table.children[old]:
+            parents = table.live("parent")
+            parents[parents == old + 1] = new + 1
+            table.children[new] += table.children[old]
+            table.children[old] = 0
+        self.retire(old)
 
     def _unfind(self, row: int) -> None:
         table = self.table
+        shards = self.siblings(row)[1:]
         self.index.remove(row)
         self._queue_of(row).forget(row)
         if parent := table.parent[row]:
             table.parent[row] = 0
             table.children[parent - 1] -= 1
             if table.children[parent - 1] == 0 and table.state[parent - 1] == State.SEALED:
-                self._queue_of(parent - 1).ready(parent - 1)
+                self._ready(parent - 1)
         if table.children[row]:
             table.orphan_children(np.array([row]))
             table.children[row] = 0
+        if shards:
+            self._ready(shards[0])
         self._record(EventKind.REMOVED, row)
 
     def _queue_of(self, row: int) -> Policy:
@@ -225,6 +304,7 @@ class Residents:
         tier = Tier(self.table.tier[row])
         self.allocators[tier].free(self.table.slot[row])
         self.table.give_row(row)
+        self.changes += 1
 
     def _record(self, kind: EventKind, row: int) -> None:
         table = self.table

@@ -95,11 +95,13 @@ class Store:
             generations=generations,
             events=self._events,
             make_policy=lambda table: make_policy(table, clock),
+            shard_count=lambda namespace: self._shard_counts.get(namespace, 1),
             quarantine_share=config.quarantine_share,
         )
-        self._placement = Placement(self._residents, self._shard_count)
+        self._placement = Placement(self._residents)
         self._shard_counts: dict[int, int] = {}  # of the namespace numbers that are open
-        self._ended: set[int] = set()  # numbers whose pages `sweep` has to free
+        self._ended: set[int] = set()  # numbers whose pages `sweep` has to look for
+        self._sweeping: npt.NDArray[np.int64] = np.empty(0, np.int64)  # and rows it has found
         self._counters = Counters()
         self.pins = Pins(self._lock, self._residents, self._shard_counts)
         self.watching = Watching(self._lock, self._residents, self._shard_counts)
@@ -120,16 +122,22 @@ class Store:
                 self._events.record(EventKind.BUMPED, None, namespace, 0, b"")
 
     def sweep(self, pages_max: int) -> int:
-        """Retires up to `pages_max` pages of ended namespaces; how many there were. 0: all done."""
+        """Retires up to `pages_max` pages of ended namespaces; how many. 0: all done."""
         with self._lock:
-            if not self._ended:
-                return 0
-            ended = np.fromiter(self._ended, np.uint32)
-            rows = self._sealed_of(ended)
-            self._residents.retire_many(rows[:pages_max])
-            if len(rows) <= pages_max:
-                self._ended.clear()  # what is still being filled will find its namespace gone
-            return min(len(rows), pages_max)
+            if not len(self._sweeping) and self._ended:
+                # One scan an end: nothing is sealed under a number that has ended.
+                self._sweeping = self._sealed_of(np.fromiter(self._ended, np.uint32))
+                self._ended.clear()
+                self._residents.cut_links(self._sweeping)
+            rows, self._sweeping = self._sweeping[:pages_max], self._sweeping[pages_max:]
+            # Rows can have been evicted, and used again, since the scan.
+            for row in rows.tolist():
+                if (
+                    self._table.state[row] == State.SEALED
+                    and self._table.namespace[row] not in self._shard_counts
+                ):
+                    self._residents.retire(row)
+            return len(rows)
 
     # -- finding and reading
     # ------------------------------------------------------------------------------
@@ -176,10 +184,13 @@ class Store:
                     return self._read(row)
             return GetCode.MISS
 
-    def acquire_row(self, row: int) -> Reading | None:
-        """A Reading of a row if it is SEALED: for scrubs, which walk rows and not keys."""
+    def acquire_row(self, row: int) -> tuple[Reading, int, int, bytes] | None:
+        """(Reading, namespace, shard, key) of a row if it is SEALED: scrubs walk rows, not keys."""
         with self._lock:
-            return self._read(row) if self._table.state[row] == State.SEALED else None
+            if self._table.state[row] != State.SEALED:
+                return None
+            table = self._table
+            return self._read(row), table.namespace[row], table.shard[row], table.key(row)
 
     def sealed_rows(self, tier: Tier) -> npt.NDArray[np.int64]:
         """Rows SEALED in a tier at this moment."""
@@ -195,13 +206,14 @@ class Store:
         """A slot for a page, or EXISTS, STALE_GENERATION, BUSY. May evict.
 
         A page that is in any tier already is EXISTS, unless the copy is for another tier than its
-        present ones (`tier` is not HOST: a move).
+        present ones (`tier` is not HOST: a move), or is exact where the present ones are lossy:
+        then it takes the place of the lossy one in its tier when it is sealed.
         """
         with self._lock:
             if namespace not in self._shard_counts:
                 self._counters.stale_commits += 1
                 return PutCode.STALE_GENERATION
-            if self._is_there(namespace, shard, meta.key, tier):
+            if self._is_there(namespace, shard, meta, tier):
                 self._counters.exists += 1
                 return PutCode.EXISTS
             self._use_parent(namespace, shard, meta.parent)
@@ -229,6 +241,15 @@ class Store:
                 return False
             self._residents.condemn(row)
             self._counters.condemned += 1
+            return True
+
+    def settle_orphan(self, ref: PageRef) -> bool:
+        """The writer of an orphaned slot has stopped for sure: the slot is free. False: not one."""
+        with self._lock:
+            row = self._row_of(ref)
+            if row == NO_ROW or not self._residents.is_orphan(row):
+                return False
+            self._residents.drain(row)
             return True
 
     def delete(self, namespace: int, shard: int, keys: Keys) -> Codes:
@@ -303,7 +324,7 @@ class Store:
                 self._residents.abandon(row)
                 self._counters.stale_commits += 1
                 return PutCode.STALE_GENERATION
-            if self._is_there(filling.namespace, table.shard[row], meta.key, ref.tier):
+            if self._is_there(filling.namespace, table.shard[row], meta, ref.tier):
                 self._residents.abandon(row)
                 self._counters.exists += 1
                 return PutCode.EXISTS
@@ -328,14 +349,13 @@ class Store:
     # -- inside the lock
     # ----------------------------------------------------------------------------------
 
-    def _shard_count(self, namespace: int) -> int:
-        return self._shard_counts.get(namespace, 1)
-
-    def _is_there(self, namespace: int, shard: int, key: bytes, tier: Tier) -> bool:
-        head = self._index.find(namespace, shard, key)
-        if tier is Tier.HOST:
-            return head != NO_ROW
-        return self._residents.in_tier(head, tier) != NO_ROW
+    def _is_there(self, namespace: int, shard: int, meta: PageMeta, tier: Tier) -> bool:
+        """A copy that is as good as the new one, in any tier (or in `tier`, for a move)."""
+        table = self._table
+        return any(
+            (tier is Tier.HOST or table.tier[row] == tier) and (meta.lossy or not table.lossy[row])
+            for row in self._index.copies(self._index.find(namespace, shard, meta.key))
+        )
 
     def _use_parent(self, namespace: int, shard: int, parent: bytes) -> None:
         """A page that goes on is in use: it must not be what gives way for the page after it."""

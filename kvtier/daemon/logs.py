@@ -16,7 +16,7 @@ from typing import Any
 
 from kvtier.config import LogFormat, LogLevel
 
-__all__ = ["EVENTS", "events_markdown", "setup_logging"]
+__all__ = ["EVENTS", "setup_logging"]
 
 #: Every event: name -> what it says.
 EVENTS: dict[str, str] = {
@@ -42,18 +42,13 @@ EVENTS: dict[str, str] = {
     "namespace.bumped": "A namespace has a new generation; older pages are misses.",
     "namespace.deleted": "A namespace and its pages are gone.",
     "page.corrupt": "A page failed its checksum and was condemned.",
+    "rpc.traced": "A call that named the trace it belongs to (level debug).",
     "rpc.crashed": "A call met an unexpected error; the traceback follows.",
     "task.crashed": "A background task met an unexpected error; it goes on.",
 }
 
 _PLAIN = re.compile(r"[^\s\"=\\]+")
 _RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-def events_markdown() -> str:
-    """The table of events, for the docs."""
-    rows = [f"| `{name}` | {meaning} |" for name, meaning in EVENTS.items()]
-    return "\n".join(["| event | meaning |", "|---|---|", *rows]) + "\n"
 
 
 def setup_logging(level: LogLevel, style: LogFormat) -> None:

@@ -27,8 +27,8 @@ from kvtier.daemon.state import DaemonDirectory
 from kvtier.errors import DaemonUnavailable
 from kvtier.packing.record import HEADER_BYTES
 from kvtier.tiers.host import HostArena
-from kvtier.transfer.mover import Place
-from kvtier.transfer.mover import Verify as VerifyMode
+from kvtier.transfer.place import Place
+from kvtier.transfer.place import Verify as VerifyMode
 
 __all__ = ["PLANES", "Node", "NodeState", "Parts"]
 

@@ -42,6 +42,10 @@ class Registry:
     def families(self) -> list[Family]:
         return self._namespaces.families()
 
+    def family_of(self, number: int) -> Family | None:
+        """The family whose present number this is; None once it was bumped or deleted."""
+        return self._namespaces.current(number)
+
     def fingerprint_of(self, number: int) -> bytes:
         """The family that has, or had in this boot, this namespace number; b"" for none."""
         return self._fingerprints.get(number, b"")

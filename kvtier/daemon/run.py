@@ -12,7 +12,7 @@ import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from kvtier._version import __version__
 from kvtier.config import PAGE_BYTES_PER_INDEX_ENTRY
@@ -185,7 +185,9 @@ def _tell_ready(node: Node, ready_fd: int | None) -> None:
         },
     )
     if ready_fd is not None:
-        os.write(ready_fd, b"READY=1\n")
+        # Who waited for it may have given up; the daemon is ready all the same.
+        with suppress(BrokenPipeError):
+            os.write(ready_fd, b"READY=1\n")
         os.close(ready_fd)
 
 

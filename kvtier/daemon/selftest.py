@@ -23,7 +23,9 @@ from kvtier.errors import CorruptPage, KvtierError, TierIOError
 from kvtier.packing.checksum import payload_sum
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
 from kvtier.transfer.grpc_status import from_rpc_error
-from kvtier.transfer.mover import Intake, Outlet, Place, Verify
+from kvtier.transfer.intake import Intake
+from kvtier.transfer.outlet import Outlet
+from kvtier.transfer.place import Place, Verify
 from kvtier.transfer.planes.address import grpc_target
 from kvtier.transfer.rpc import CHANNEL_OPTIONS, METHODS, PAGES, multicallable
 from kvtier.transfer.wire import encode_put
@@ -46,7 +48,7 @@ async def self_test(node: Node) -> None:
     try:
         _test_tier(node, place)
         log.info("selftest.passed", extra={"tier": "host"})
-        handle = node.sessions.add_handle(session, place)
+        handle = node.sessions.open_handle(session, place)
         for url in node.listening:
             await _test_plane(node, place, url, handle.handle_id)
             log.info("selftest.passed", extra={"plane": "grpc", "url": url})
@@ -106,7 +108,14 @@ def _page(place: Place, name: str) -> tuple[bytes, PageMeta]:
 def _test_tier(node: Node, place: Place) -> None:
     payload, meta = _page(place, "host")
     keys = np.frombuffer(meta.key, np.uint8).reshape(1, -1)
-    intake = Intake(node.store, node.arena, place, pages_max=1, bytes_max=_PAGE_BYTES)
+    intake = Intake(
+        node.store,
+        node.arena,
+        place,
+        pages_max=1,
+        bytes_max=_PAGE_BYTES,
+        verify=Verify.ALWAYS,
+    )
     with closing(intake):
         intake.announce([meta])
         intake.feed(0, memoryview(payload))

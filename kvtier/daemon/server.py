@@ -152,8 +152,10 @@ def _border(node: Node, method: Method, implement: Handler) -> Callable[..., Any
         except asyncio.CancelledError:
             status = grpc.StatusCode.CANCELLED.name
             raise
-        except Exception:
-            if context.done():  # writing to a caller that has gone
+        except Exception as error:
+            # Writing to a caller that has gone: gRPC says so with an error of its own, sometimes
+            # before the context does.
+            if context.done() or type(error).__module__.startswith("grpc"):
                 status = grpc.StatusCode.CANCELLED.name
                 raise asyncio.CancelledError from None
             status = grpc.StatusCode.INTERNAL.name

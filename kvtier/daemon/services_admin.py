@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc.aio
@@ -17,13 +18,13 @@ from kvtier._version import __version__
 from kvtier.core.handles import Reading
 from kvtier.core.page import Tier
 from kvtier.daemon.node import PLANES, Node, NodeState
-from kvtier.errors import CorruptRecord, LimitExceeded
-from kvtier.packing.checksum import verify_payload
-from kvtier.packing.record import HEADER_BYTES, RECORD_VERSION, decode_header
+from kvtier.errors import DeadlineExceeded, LimitExceeded
+from kvtier.packing.record import RECORD_VERSION
+from kvtier.transfer.place import Identity, load
 from kvtier.v1 import admin_pb2 as pb
 from kvtier.v1 import page_pb2
 
-__all__ = ["AdminService", "is_whole"]
+__all__ = ["AdminService"]
 
 log = logging.getLogger(__name__)
 
@@ -94,14 +95,14 @@ class AdminService:
         progress = pb.VerifyProgress(pages_total=len(rows))
         for row in rows:
             node.refuse_unless_serving()
-            reading = node.store.acquire_row(row)
-            if reading is not None:
-                progress.bytes_done += reading.length
-                progress.pages_corrupt += await self._check(reading)
+            found = node.store.acquire_row(row)
+            if found is not None:
+                progress.bytes_done += found[0].length
+                progress.pages_corrupt += await self._check(*found)
             progress.pages_done += 1
             if progress.pages_done % _PAGES_PER_PROGRESS == 0:
-                await context.write(progress)
-        await context.write(progress)
+                await self._write(context, progress)
+        await self._write(context, progress)
 
     async def drain(self, request: pb.DrainRequest, _context: Context) -> pb.DrainResponse:
         node = self._node
@@ -109,38 +110,35 @@ class AdminService:
         await node.admission.wait_idle(node.drain.deadline)
         return pb.DrainResponse(pages_lost=node.host_pages())
 
-    async def _check(self, reading: Reading) -> int:
+    async def _check(self, reading: Reading, namespace: int, shard: int, key: bytes) -> int:
         """1 when the page is corrupt (it is condemned then), else 0. Releases the reading."""
+        node = self._node
         with reading:
-            # Twice: a page may have been read while its slot changed hands.
-            for _ in range(2):
-                if await asyncio.to_thread(is_whole, self._node, reading):
-                    return 0
-            if not self._node.store.condemn(reading.ref):
+            family = node.registry.family_of(namespace)
+            if family is None:
+                return 0  # bumped or deleted meanwhile: nobody can ask for it any more
+            identity = Identity(
+                fingerprint=family.identity.fingerprint, generation=family.generation, shard=shard
+            )
+            check = partial(load, node.arena, identity, reading, key, check_payload=True)
+            if await asyncio.to_thread(check) is not None:
+                return 0
+            # Once more: the first bad reading of memory need not be the page's fault.
+            if await asyncio.to_thread(check) is not None or not node.store.condemn(reading.ref):
                 return 0
         log.error("page.corrupt", extra={"tier": "host", "pages": 1})
         return 1
 
-
-def is_whole(node: Node, reading: Reading) -> bool:
-    """The record in host memory is what the index and its own header say. Any thread."""
-    slot = reading.ref.slot
-    try:
-        header = decode_header(node.arena.view(slot, 0, HEADER_BYTES))
-    except CorruptRecord:
-        return False
-    if header.ref != reading.ref or header.length != reading.length:
-        return False
-    return verify_payload(
-        node.arena.view(slot, HEADER_BYTES, header.length),
-        header.payload_sum,
-        key=header.key,
-        fingerprint=header.fingerprint,
-        namespace_generation=header.namespace_generation,
-        shard=header.shard,
-        codec=header.codec,
-        length=header.length,
-    )
+    async def _write(self, context: Context, progress: pb.VerifyProgress) -> None:
+        idle_s = self._node.config.limits.get_idle_ms / 1000
+        try:
+            async with asyncio.timeout(idle_s):
+                await context.write(progress)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the reader took nothing for {idle_s:g} s (limits.get_idle_ms)",
+                remedy="Read without long pauses, or raise limits.get_idle_ms.",
+            ) from None
 
 
 def _tier(tier: Tier) -> page_pb2.Tier:

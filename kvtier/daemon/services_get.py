@@ -19,7 +19,8 @@ from kvtier.core.page import Codec, GetCode
 from kvtier.daemon.admission import ByteBudget
 from kvtier.daemon.node import Node
 from kvtier.errors import Busy, DeadlineExceeded
-from kvtier.transfer.mover import Outgoing, Outlet, Place
+from kvtier.transfer.outlet import Outgoing, Outlet
+from kvtier.transfer.place import Place
 from kvtier.transfer.wire import encode_get
 from kvtier.v1 import transfer_pb2 as pb
 

@@ -17,6 +17,7 @@ from kvtier.core.namespaces import FamilyIdentity, ShardIdentity
 from kvtier.core.page import KEY_BYTES, GetCode
 from kvtier.daemon import services_get, services_put, services_watch
 from kvtier.daemon.node import Node
+from kvtier.daemon.tracing import log_trace
 from kvtier.errors import (
     KeyLengthError,
     LayoutError,
@@ -25,7 +26,7 @@ from kvtier.errors import (
 )
 from kvtier.packing.layout import Layout
 from kvtier.transfer.messages import layout_from_proto
-from kvtier.transfer.mover import Place
+from kvtier.transfer.place import Place
 from kvtier.v1 import pages_pb2 as pb
 
 __all__ = ["PagesService", "leading_run", "parse_keys"]
@@ -89,7 +90,7 @@ class PagesService:
             generation=family.generation,
             layout=layout,
         )
-        handle = node.sessions.add_handle(session, place)
+        handle = node.sessions.open_handle(session, place)
         return pb.OpenNamespaceResponse(
             session_id=session.session_id,
             handle=handle.handle_id,
@@ -102,6 +103,7 @@ class PagesService:
         )
 
     async def lookup(self, request: pb.LookupRequest, _context: Context) -> pb.LookupResponse:
+        log_trace("Lookup", request.hints.traceparent)
         place = self._place(request.handle)
         keys = parse_keys(request.keys, self._node)
         codes, tiers = self._node.store.lookup(place.namespace, place.shard, keys)
@@ -113,6 +115,7 @@ class PagesService:
         return await services_put.put(self._node, requests, context)
 
     async def get(self, request: Any, context: Context) -> None:
+        log_trace("Get", request.traceparent)
         with self._node.sessions.in_use(request.handle) as handle:
             keys = parse_keys(request.keys, self._node)
             await services_get.get(self._node, handle.bound, keys, request=request, context=context)

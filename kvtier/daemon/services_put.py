@@ -15,9 +15,10 @@ from typing import Any
 from kvtier.core.page import NO_SUM, SUM_BYTES, Codec, Durability, PageMeta, PutCode
 from kvtier.daemon.admission import ByteBudget
 from kvtier.daemon.node import Node
+from kvtier.daemon.tracing import log_trace
 from kvtier.errors import ChunkError, DeadlineExceeded, LimitExceeded, NotImplementedYet
 from kvtier.packing.record import SESSION_BYTES_MAX
-from kvtier.transfer.mover import Intake
+from kvtier.transfer.intake import Intake
 from kvtier.transfer.wire import PutMessage
 from kvtier.v1 import transfer_pb2 as pb
 
@@ -78,6 +79,7 @@ def _begin(node: Node, message: PutMessage, stack: ExitStack) -> _PutCall:
             f"session has {len(opened.session.encode())} bytes, the limit is {SESSION_BYTES_MAX}",
             remedy="Use a shorter name of the conversation.",
         )
+    log_trace("Put", opened.traceparent)
     handle = stack.enter_context(node.sessions.in_use(opened.handle))
     budget = stack.enter_context(node.admission.budget())
     intake = stack.enter_context(
@@ -88,6 +90,7 @@ def _begin(node: Node, message: PutMessage, stack: ExitStack) -> _PutCall:
                 handle.bound,
                 pages_max=node.config.limits.pages_per_put_max,
                 bytes_max=node.config.limits.bytes_per_call_max,
+                verify=node.verify,
             )
         )
     )

@@ -1,4 +1,8 @@
-"""The Watch stream: a snapshot of what is there, then every change. Event loop's thread."""
+"""The Watch stream: a snapshot of what is there, then every change. Event loop's thread.
+
+Each stream numbers its own messages from 1 on, without gaps, whatever its filter leaves out. What
+the store numbers stays inside: it tells when changes were lost, and that ends the stream.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ async def watch(node: Node, request: pb.WatchRequest, context: Any) -> None:
         sender = _Sender(node, request.fingerprint, context)
         for event in snapshot:
             await sender.send(event)
-        await sender.snapshot_end(sequence)
+        await sender.snapshot_end()
         while True:
             node.refuse_unless_serving()
             events = node.store.watching.since(sequence, _EVENTS_PER_TURN)
@@ -53,6 +57,7 @@ class _Sender:
         self._fingerprint = fingerprint
         self._context = context
         self._idle_s = node.config.limits.get_idle_ms / 1000
+        self._sent = 0
 
     async def send(self, event: Residency) -> None:
         fingerprint = self._node.registry.fingerprint_of(event.namespace)
@@ -63,7 +68,6 @@ class _Sender:
             await self._write(
                 pb.WatchEvent(
                     epoch=self._node.boot_id,
-                    sequence=event.sequence,
                     kind=int(event.kind),  # type: ignore[arg-type]
                     tier=int(event.tier or 0),  # type: ignore[arg-type]
                     fingerprint=fingerprint,
@@ -72,16 +76,17 @@ class _Sender:
                 )
             )
 
-    async def snapshot_end(self, sequence: int) -> None:
+    async def snapshot_end(self) -> None:
         await self._write(
             pb.WatchEvent(
                 epoch=self._node.boot_id,
-                sequence=sequence,
                 kind=int(EventKind.SNAPSHOT_END),  # type: ignore[arg-type]
             )
         )
 
     async def _write(self, event: pb.WatchEvent) -> None:
+        self._sent += 1
+        event.sequence = self._sent
         try:
             async with asyncio.timeout(self._idle_s):
                 await self._context.write(event)

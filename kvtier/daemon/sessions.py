@@ -8,7 +8,7 @@ under way holds it open. Used on the event loop's thread alone; time comes in fr
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -17,7 +17,7 @@ from kvtier.errors import LimitExceeded, UnknownHandle
 
 __all__ = ["Handle", "Session", "Sessions"]
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,14 @@ class Handle(Generic[T]):
 
 @dataclass(slots=True, kw_only=True)
 class Session(Generic[T]):
+    """One client. `handles` by their ids, `by_bound` by what they were opened for."""
+
     session_id: int
     client_name: str
     used_at: float
     calls: int = 0
     handles: dict[int, Handle[T]] = field(default_factory=dict)
+    by_bound: dict[T, Handle[T]] = field(default_factory=dict)
 
 
 class Sessions(Generic[T]):
@@ -97,18 +100,22 @@ class Sessions(Generic[T]):
         session.used_at = self._clock()
         return session
 
-    def add_handle(self, session: Session[T], bound: T) -> Handle[T]:
-        """A new handle of a live session. Raises LimitExceeded."""
+    def open_handle(self, session: Session[T], bound: T) -> Handle[T]:
+        """The session's handle of `bound`, made if there is none yet. Raises LimitExceeded."""
+        known = session.by_bound.get(bound)
+        if known is not None:
+            return known
         if len(session.handles) >= self._handles_max:
             raise LimitExceeded(
                 f"the session has {self._handles_max} handles, the most of one session "
                 "(limits.handles_per_session_max)",
-                remedy="Open a namespace once and keep its handle.",
+                remedy="Close sessions that are done, or raise limits.handles_per_session_max.",
             )
         handle = Handle(
             handle_id=self._new_id(self._handles), session_id=session.session_id, bound=bound
         )
         session.handles[handle.handle_id] = handle
+        session.by_bound[bound] = handle
         self._handles[handle.handle_id] = handle
         return handle
 

@@ -80,7 +80,7 @@ def _make_private(directory: Path, refuse: Refuse) -> None:
         raise refuse(
             f"the socket's directory {directory} is not private to uid {os.geteuid()} "
             f"(owner {found.st_uid}, mode {mode:04o})",
-            f"Name a socket in a directory of its own, or chmod 700 {directory}",
+            "Name a socket in a directory of its own, which is then made with mode 0700.",
         )
 
 

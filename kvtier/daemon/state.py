@@ -57,11 +57,13 @@ class DaemonDirectory:
         """Makes `bound` durable. Raises DirectoryError, and then nothing up to it may be used."""
         if bound <= self._bound:
             raise ValueError(f"generation bound {bound} does not rise above {self._bound}")
+        self._check_ours()
         write_sealed(self.path / _GENERATIONS, b"gens", bound.to_bytes(8, "little"))
         self._bound = bound
 
     def save_namespaces(self, state: dict[str, Any]) -> None:
         """Makes the registry durable before it returns."""
+        self._check_ours()
         write_sealed(self.path / _NAMESPACES, b"names", msgpack.packb(state, use_bin_type=True))
 
     def load_namespaces(self) -> dict[str, Any]:
@@ -80,6 +82,19 @@ class DaemonDirectory:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _check_ours(self) -> None:
+        """Raises DirectoryError when the path leads to another directory than the locked one."""
+        try:
+            here = (self.path / _LOCK).stat()
+        except OSError:
+            here = None
+        locked = os.fstat(self._lock_fd)
+        if here is None or (here.st_dev, here.st_ino) != (locked.st_dev, locked.st_ino):
+            raise DirectoryError(
+                f"{self.path} is not the directory that this daemon has locked: it was removed",
+                remedy="Stop this daemon; it cannot make anything durable any more.",
+            )
 
     def _prepare(self) -> None:
         """Checks every file, or makes them in a new directory."""
@@ -166,7 +181,7 @@ def _make_private(path: Path) -> None:
     if mode & 0o077:
         raise DirectoryError(
             f"{path} is open to other users (mode {mode:04o})",
-            remedy=f"chmod 700 {path}",
+            remedy="Name a directory of the daemon's own, which is then made with mode 0700.",
         )
 
 

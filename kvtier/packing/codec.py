@@ -32,7 +32,7 @@ def encode(
     Raises as `fp8.pack`; for RAW only PageSizeError.
     """
     data = host_bytes(raw)
-    if codec is Codec.FP8:
+    if codec == Codec.FP8:
         return fp8.pack(layout, data)
     check_bytes(data.nbytes, layout.raw_bytes, "the raw payload")
     return data
@@ -45,7 +45,7 @@ def decode(
     PageSizeError.
     """
     data = host_bytes(payload)
-    if codec is Codec.FP8:
+    if codec == Codec.FP8:
         return fp8.unpack(layout, data)
     check_bytes(data.nbytes, layout.raw_bytes, "the raw payload")
     return data

@@ -114,7 +114,7 @@ def plan_page(layout: Layout, codec: Codec) -> PagePlan:
             "D": segment.dim,
         }
         shape = tuple(sizes[axis] for axis in layout.storage_order)
-        is_packed = codec is Codec.FP8 and segment.is_packable
+        is_packed = codec == Codec.FP8 and segment.is_packable
         dtype = CODE_DTYPE if is_packed else segment.dtype
         span = Span(
             segment=segment,
@@ -130,7 +130,7 @@ def plan_page(layout: Layout, codec: Codec) -> PagePlan:
         spans.append(span)
         offset += span.nbytes
         scales += prod(span.scale_shape) if is_packed else 0
-    if codec is Codec.FP8 and not scales:
+    if codec == Codec.FP8 and not scales:
         raise LayoutError(
             "no segment of this layout can be packed as fp8",
             remedy="use the raw codec, or give a bfloat16, float16 or float32 segment "

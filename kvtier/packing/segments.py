@@ -16,6 +16,9 @@ __all__ = ["Role", "ScaleRule", "Segment", "Shard", "check_count", "check_kind",
 
 #: Far above every known model; keeps each product of a layout inside 64 bits.
 COUNT_MAX = 1 << 20
+#: The store looks at every shard of a family for each key, and numbers shards with 16 bits.
+SHARDS_MAX = 1024
+_COUNT_MAX_OF = {"shard_count": SHARDS_MAX}
 TEXT_BYTES_MAX = 4096
 
 
@@ -108,9 +111,9 @@ class Shard:
     heads: tuple[int, int]
 
     def __post_init__(self) -> None:
-        if not _is_int(self.index) or not 0 <= self.index < COUNT_MAX:
+        if not _is_int(self.index) or not 0 <= self.index < SHARDS_MAX:
             raise LayoutError(
-                f"shard.index {self.index!r} is not a whole number from 0 to {COUNT_MAX - 1}",
+                f"shard.index {self.index!r} is not a whole number from 0 to {SHARDS_MAX - 1}",
                 remedy="number the shards of a family from 0",
             )
         for field in ("layers", "heads"):
@@ -123,11 +126,12 @@ class Shard:
 
 
 def check_count(field: str, value: object) -> None:
-    """Raises LayoutError unless `value` is a whole number from 1 to COUNT_MAX."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= COUNT_MAX:
+    """Raises LayoutError unless `value` is a whole number from 1 to the most of this field."""
+    most = _COUNT_MAX_OF.get(field, COUNT_MAX)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise LayoutError(
             f"{field} is {value!r}",
-            remedy=f"{field} must be a whole number from 1 to {COUNT_MAX}",
+            remedy=f"{field} must be a whole number from 1 to {most}",
         )
 
 

@@ -1,9 +1,10 @@
 """A hypothesis machine that drives a store against an independent oracle.
 
-The oracle is a dict of the pages that may be found, kept by its own rules and none of the store's
-helpers. Held after every step: found <=> the oracle says so; pages leave only to make room, and
-then never a pinned one; one put of a key wins; the three books of every tier agree; nothing is
-findable after its namespace ended.
+The oracle is a set of the pages that may be found, with their chains, uses and leases, kept by its
+own rules and none of the store's helpers. Held after every step: found <=> the oracle says so; a
+page leaves only when there is no room, only one, and exactly the least recently used of those that
+nothing keeps; BUSY only when everything is kept; one put of a key wins; the three books of every
+tier agree; nothing is findable after its namespace ended.
 
 Use: `StoreMachine.make_store` must return a store with namespace 1 open, whose host tier takes
 records of `record_bytes`; then `TestStore = StoreMachine.TestCase`.
@@ -66,6 +67,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.read_count: dict[int, int] = {}
         self.live_leases: dict[int, tuple[float, list[int]]] = {}
         self.last_generation = 0
+        self.clock = 0
+        self.is_unswept = False
+        self.used: dict[int, int] = {}
+        self.parent_of: dict[int, int] = {}
+        self.orphans: list[Filling] = []
 
     # -- the oracle ---------------------------------------------------------------------------
 
@@ -79,17 +85,39 @@ class StoreMachine(RuleBasedStateMachine):
             held.update(numbers)
         return held & self.there
 
-    def make_way(self) -> None:
-        """After a reserve, pages may have left, but none that is in use."""
+    def touch(self, numbers: list[int]) -> None:
+        """Used together, from the head of a chain to its tail: the head counts as used last."""
+        for i, n in enumerate(numbers):
+            self.used[n] = self.clock + len(numbers) - i
+        self.clock += len(numbers)
+
+    def candidates(self) -> set[int]:
+        """Pages that nothing keeps."""
+        parents = {self.parent_of.get(n) for n in self.there}
+        return self.there - self.pinned() - parents
+
+    def make_way(self, *, room: bool, code: PutCode | None) -> None:
+        """What a reserve may have taken: nothing, or the one page whose turn it was."""
         now_there = self.found()
         assert now_there <= self.there, "a page came from nowhere"
         assert self.pinned() <= now_there, "a pinned page was evicted"
-        self.there = now_there
+        left = self.there - now_there
+        if room or code is PutCode.EXISTS:
+            assert left == set(), "a page left although there was room"
+            assert code is not PutCode.BUSY, "BUSY although there was room"
+            return
+        candidates = self.candidates()
+        if code is PutCode.BUSY:
+            assert candidates == set(), "BUSY although a page could have given way"
+        elif not (self.is_unswept and left == set()):  # pages of an ended namespace may go first
+            assert left == {min(candidates, key=self.used.__getitem__)}, "another page's turn"
+        for n in left:
+            self.forget(n)
 
     # -- writing ------------------------------------------------------------------------------
 
     @rule(target=fillings, n=_numbers, parent=st.none() | _numbers)
-    def reserve(self, n: int, parent: int | None) -> tuple[int, Filling] | None:
+    def reserve(self, n: int, parent: int | None) -> tuple[int, int | None, Filling] | None:
         meta = PageMeta(
             key=_key(n),
             length=64,
@@ -97,8 +125,12 @@ class StoreMachine(RuleBasedStateMachine):
             payload_sum=NO_SUM,
             parent=b"" if parent is None else _key(parent),
         )
+        room = self.store.status()[Tier.HOST].free_bytes >= self.record_bytes
         outcome = self.store.reserve(self.namespace, 0, meta, self.record_bytes)
-        self.make_way()
+        code = outcome if isinstance(outcome, PutCode) else None
+        if parent in self.there and code is not PutCode.EXISTS:
+            self.touch([parent])
+        self.make_way(room=room, code=code)
         if isinstance(outcome, PutCode):
             assert outcome in (PutCode.EXISTS, PutCode.BUSY)
             assert (outcome is PutCode.EXISTS) == (n in self.there)
@@ -106,13 +138,13 @@ class StoreMachine(RuleBasedStateMachine):
         assert n not in self.there
         assert outcome.ref.generation > self.last_generation, "a generation came twice"
         self.last_generation = outcome.ref.generation
-        return n, outcome
+        return n, parent, outcome
 
     @rule(filling=consumes(fillings))
-    def seal(self, filling: tuple[int, Filling] | None) -> None:
+    def seal(self, filling: tuple[int, int | None, Filling] | None) -> None:
         if filling is None:
             return
-        n, handle = filling
+        n, parent, handle = filling
         code = handle.seal()
         if handle.namespace != self.namespace:
             assert code is PutCode.STALE_GENERATION
@@ -121,17 +153,32 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             assert code is PutCode.STORED
             self.there.add(n)
+            self.touch([n])
+            if parent in self.there and parent != n:
+                self.parent_of[n] = parent
 
     @rule(filling=consumes(fillings), how=st.sampled_from(["abandon", "orphan"]))
-    def give_up(self, filling: tuple[int, Filling] | None, how: str) -> None:
+    def give_up(self, filling: tuple[int, int | None, Filling] | None, how: str) -> None:
         if filling is not None:
-            getattr(filling[1], how)()
+            handle = filling[2]
+            getattr(handle, how)()
+            if how == "orphan":
+                self.orphans.append(handle)
+
+    @rule()
+    def settle_orphans(self) -> None:
+        """Their writers have stopped."""
+        for handle in self.orphans:
+            assert self.store.settle_orphan(handle.ref)
+            assert not self.store.settle_orphan(handle.ref)
+        self.orphans.clear()
 
     # -- reading ------------------------------------------------------------------------------
 
     @rule(target=readings, numbers=_batches)
     def acquire(self, numbers: list[int]) -> list[tuple[int, Reading]]:
         outcomes = self.store.acquire(self.namespace, 0, _KEYS[numbers])
+        self.touch([n for n in numbers if n in self.there])
         held = []
         for n, outcome in zip(numbers, outcomes, strict=True):
             if isinstance(outcome, Reading):
@@ -152,9 +199,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(numbers=_batches)
     def condemn(self, numbers: list[int]) -> None:
-        for n, outcome in zip(
-            numbers, self.store.acquire(self.namespace, 0, _KEYS[numbers]), strict=True
-        ):
+        outcomes = self.store.acquire(self.namespace, 0, _KEYS[numbers])
+        self.touch([n for n in numbers if n in self.there])
+        for n, outcome in zip(numbers, outcomes, strict=True):
             if isinstance(outcome, Reading):
                 assert self.store.condemn(outcome.ref) == (n in self.there)
                 outcome.release()
@@ -169,8 +216,9 @@ class StoreMachine(RuleBasedStateMachine):
         held = [n for n in numbers if n in self.there]
         assert [n for n, code in zip(numbers, codes, strict=True) if code == GetCode.HIT] == held
         assert bool(lease) == bool(held)
+        self.touch(held)
         if lease:
-            self.live_leases[lease] = deadline, held
+            self.live_leases[lease] = deadline, list(held)
         return lease
 
     @rule(lease=leases)
@@ -228,6 +276,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.end_namespace(old)
         codes, _ = self.store.lookup(old, 0, _KEYS)
         assert set(codes.tolist()) == {GetCode.STALE}
+        self.is_unswept = True
         self.namespace += 1
         self.store.open_namespace(self.namespace, 1)
         for n in list(self.there):
@@ -235,12 +284,18 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(1, 4))
     def sweep(self, pages: int) -> None:
-        assert self.store.sweep(pages) <= pages
+        swept = self.store.sweep(pages)
+        assert swept <= pages
+        if swept == 0:
+            self.is_unswept = False
 
     def forget(self, n: int) -> None:
         """The page of that number is gone; what still reads or leases it names an older life."""
         self.there.discard(n)
         self.read_count.pop(n, None)
+        self.parent_of.pop(n, None)
+        for child in [c for c, parent in self.parent_of.items() if parent == n]:
+            del self.parent_of[child]
         for _, numbers in self.live_leases.values():
             while n in numbers:
                 numbers.remove(n)

@@ -46,10 +46,11 @@ __all__ = ["POISON_BYTE", "SLAB_BYTES", "HostArena", "slab_layout"]
 
 log = logging.getLogger(__name__)
 
-#: 64 MiB and room for 64 record headers of 4 KiB. A page of 2^k bytes makes a record of 2^k + 4
-#: KiB, so a slab of a plain 64 MiB would hold one record less than it should: 63 of 1 MiB, none of
-#: 64 MiB. With the extra 256 KiB it holds 64 of 1 MiB exactly, 32 of 2 MiB, ..., 1 of 64 MiB, and
-#: never leaves more than 252 KiB (0.4 %) unused.
+#: The least bytes of a slab: 64 MiB and room for 64 record headers of 4 KiB. A page of 2^k bytes
+#: makes a record of 2^k + 4 KiB, so a slab of a plain 64 MiB would hold one record less than it
+#: should: 63 of 1 MiB, none of 64 MiB. With the extra 256 KiB it holds 64 of 1 MiB exactly, 32 of
+#: 2 MiB, ..., 1 of 64 MiB.
+#: Slabs are made a little longer than this (under twice as long) so that they fill the capacity.
 SLAB_BYTES = (64 << 20) + (256 << 10)
 
 #: What memory holds in test mode where no page was loaded; as fp8 or bfloat16 it is a small number,
@@ -58,24 +59,26 @@ POISON_BYTE = 0xA5
 
 
 def slab_layout(capacity_bytes: int, slab_bytes: int = SLAB_BYTES) -> SlabRange:
-    """Whole slabs, rounded down; a capacity under one slab is one slab of just that size."""
+    """As many slabs of at least `slab_bytes` as fit (one at the least), all as long as the capacity
+    allows, in whole slots: less than one slot a slab stays unused.
+    """
     assert slab_bytes % SLOT_BYTES == 0 < slab_bytes, slab_bytes
     if capacity_bytes < SLOT_BYTES:
         raise InvalidConfigValue(
             f"a host tier of {capacity_bytes} bytes holds nothing",
-            remedy=f"set host.bytes to {SLOT_BYTES} or more; one slab is {SLAB_BYTES}",
+            remedy=f"set host.bytes to {SLOT_BYTES} or more",
         )
-    if capacity_bytes < slab_bytes:
-        return SlabRange(slab_bytes=capacity_bytes - capacity_bytes % SLOT_BYTES, count=1)
-    return SlabRange(slab_bytes=slab_bytes, count=capacity_bytes // slab_bytes)
+    count = max(1, capacity_bytes // slab_bytes)
+    share = capacity_bytes // count
+    return SlabRange(slab_bytes=share - share % SLOT_BYTES, count=count)
 
 
 class HostArena:
     """A TierDevice in shared memory.
 
     Reserves address space only; `start_populating` makes the memory real. `huge_pages` uses 2 MiB
-    pages if the system has enough of them free, `poison` fills slabs (and what `fill_poison` names)
-    with POISON_BYTE. Raises TierIOError (open), InvalidConfigValue.
+    pages if the system has enough of them free, `poison` fills slabs with POISON_BYTE. Raises
+    TierIOError (open), InvalidConfigValue.
     """
 
     def __init__(
@@ -176,11 +179,6 @@ class HostArena:
     def sync(self) -> None:
         """Nothing to do: host memory survives no power cut."""
         self._live(TierOperation.SYNC, None)
-
-    def fill_poison(self, slot: int, length: int) -> None:
-        """In test mode make the range look unloaded; else nothing."""
-        if self._poison is not None:
-            np.frombuffer(self.view(slot, 0, length), dtype=np.uint8).fill(self._poison)
 
     def start_populating(
         self,

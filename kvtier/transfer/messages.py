@@ -21,6 +21,10 @@ __all__ = ["layout_from_proto", "layout_to_proto", "shard_from_proto", "shard_to
 E = TypeVar("E", bound=IntEnum)
 
 
+#: Far above what models have; bounds the work that one OpenNamespace can ask for.
+_SEGMENTS_MAX = 256
+
+
 def layout_to_proto(layout: Layout) -> pb.Layout:
     """Everything of `layout` but its shard, which travels beside it."""
     return pb.Layout(
@@ -50,6 +54,11 @@ def shard_to_proto(shard: Shard) -> pb.Shard:
 
 def layout_from_proto(layout: pb.Layout, shard: pb.Shard) -> Layout:
     """Raises LayoutError naming the field that cannot be."""
+    if len(layout.segments) > _SEGMENTS_MAX:
+        raise LayoutError(
+            f"layout.segments has {len(layout.segments)} entries, the limit is {_SEGMENTS_MAX}",
+            remedy="describe a page by tensors, not by rows of them",
+        )
     return Layout(
         model_id=layout.model_id,
         weights_revision=layout.weights_revision,

@@ -37,7 +37,9 @@ __all__ = [
 
 #: An announcement costs its receiver about 100 bytes even when it is empty on the wire (2 bytes),
 #: so the size of a message alone does not bound what it makes the receiver allocate.
-PAGES_PER_MESSAGE_MAX: Final = 65_536
+PAGES_PER_MESSAGE_MAX: Final = 8192
+#: Fields are looked at one by one, so their number bounds how long a message can hold the loop.
+_FIELDS_MAX: Final = PAGES_PER_MESSAGE_MAX + 1024
 
 _VARINT, _FIXED64, _BYTES, _GROUP, _GROUP_END, _FIXED32 = range(6)
 _PUT_DATA: Final = pb.PutRequest.DATA_FIELD_NUMBER << 3 | _BYTES
@@ -129,8 +131,12 @@ def _cut(raw: bytes, data_tag: int, page_tag: int) -> tuple[Any, memoryview]:
     data = view[:0]
     kept: list[memoryview] = []
     kept_from = at = pages = 0
+    fields = 0
     while at < end:
         start = at
+        fields += 1
+        if fields > _FIELDS_MAX:
+            raise _broken(f"it has more than {_FIELDS_MAX} fields")
         tag, at = _read_varint(raw, at)
         kind = tag & 7
         if kind == _BYTES:

@@ -165,10 +165,12 @@ class PrefetchRequest(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., keys: _Optional[bytes] = ..., hints: _Optional[_Union[CallHints, _Mapping]] = ...) -> None: ...
 
 class PrefetchResponse(_message.Message):
-    __slots__ = ("codes",)
+    __slots__ = ("codes", "leading_run")
     CODES_FIELD_NUMBER: _ClassVar[int]
+    LEADING_RUN_FIELD_NUMBER: _ClassVar[int]
     codes: _containers.RepeatedScalarFieldContainer[_page_pb2.GetCode]
-    def __init__(self, codes: _Optional[_Iterable[_Union[_page_pb2.GetCode, str]]] = ...) -> None: ...
+    leading_run: int
+    def __init__(self, codes: _Optional[_Iterable[_Union[_page_pb2.GetCode, str]]] = ..., leading_run: _Optional[int] = ...) -> None: ...
 
 class DemoteRequest(_message.Message):
     __slots__ = ("handle", "keys")
@@ -179,10 +181,12 @@ class DemoteRequest(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class DemoteResponse(_message.Message):
-    __slots__ = ("codes",)
+    __slots__ = ("codes", "leading_run")
     CODES_FIELD_NUMBER: _ClassVar[int]
+    LEADING_RUN_FIELD_NUMBER: _ClassVar[int]
     codes: _containers.RepeatedScalarFieldContainer[_page_pb2.GetCode]
-    def __init__(self, codes: _Optional[_Iterable[_Union[_page_pb2.GetCode, str]]] = ...) -> None: ...
+    leading_run: int
+    def __init__(self, codes: _Optional[_Iterable[_Union[_page_pb2.GetCode, str]]] = ..., leading_run: _Optional[int] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ("session_id",)

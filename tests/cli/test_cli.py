@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -14,7 +15,9 @@ import pytest
 
 import kvtier.cli
 from kvtier._version import __version__
+from kvtier.client import connect
 from kvtier.errors import UnknownConfigKey
+from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
 
 COMMANDS = ("serve", "status", "put", "get", "doctor", "config", "metrics")
 
@@ -174,12 +177,12 @@ def test_nobody_there(kvtier, tmp_path):
     assert "scheme" in failed(kvtier("status", "--url", "http://127.0.0.1:1"), 2)
 
 
-@pytest.mark.parametrize("length", [0, 1, 1008, 1009, 5_000_000])
+@pytest.mark.parametrize("length", [0, 1, 968, 969, 1992, 1993, 5_000_000])
 def test_a_file_through_the_cache(kvtier, daemon, tmp_path, length):
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(os.urandom(length))
     place = ("--url", daemon.url, "--key-of", "the file", "--page-bytes", "64KiB")
-    if length < 2000:
+    if length < 2_000:
         place = (*place[:-1], "1KiB")
     put = kvtier("put", *place, str(source))
     assert put.returncode == 0, put.stderr
@@ -192,6 +195,97 @@ def test_a_file_through_the_cache(kvtier, daemon, tmp_path, length):
     assert other.returncode == 1
     assert other.stderr.startswith("miss: ")
     assert sorted(item.name for item in tmp_path.iterdir()) == ["in", "out"]
+
+
+def file_keys(content: bytes, name: str, pages: int) -> list[bytes]:
+    """The keys as `kvtier put --help` gives them."""
+    digest = hashlib.sha256(content).digest()
+    tail = [hashlib.sha256(digest + i.to_bytes(8, "little")).digest() for i in range(1, pages)]
+    return [hashlib.sha256(name.encode()).digest(), *tail]
+
+
+def open_pages(connection, kilobytes: int = 1):
+    segment = Segment(
+        name="bytes", role=Role.OPAQUE, dtype="uint8", layers=1, heads=kilobytes, dim=1024,
+        scale_rule=ScaleRule.NONE,
+    )  # fmt: skip
+    layout = Layout.from_segments(
+        [segment], model_id="kvtier-file", revision="2", page_tokens=1, kv_compute="uint8",
+        key_scheme="kvtier-file-2",
+    )  # fmt: skip
+    return connection.namespace(layout, tenant="default")
+
+
+@pytest.mark.parametrize("lost", ["nothing", "the tail", "the head", "all"])
+def test_another_file_under_the_same_key_is_never_mixed_with_the_old_one(
+    kvtier, daemon, tmp_path, lost
+):
+    old, new, out = (tmp_path / name for name in ("old", "new", "out"))
+    old.write_bytes(b"1" * 3000)
+    new.write_bytes(b"2" * 3000)
+    place = ("--url", daemon.url, "--key-of", "x", "--page-bytes", "1KiB")
+    assert kvtier("put", *place, str(old)).returncode == 0
+    keys = file_keys(old.read_bytes(), "x", 3)
+    gone = {"nothing": [], "the tail": keys[1:], "the head": keys[:1], "all": keys}[lost]
+    with connect(daemon.url, deadline=5) as connection:
+        deleted = open_pages(connection).delete(gone)
+        assert [code.name for code in deleted.reasons] == ["DELETED"] * len(gone)
+    put = kvtier("put", *place, str(new))
+    assert put.returncode == 0, put.stderr
+    assert ("replaced" in put.stderr) == (lost in ("nothing", "the tail"))
+    assert kvtier("get", *place, "-o", str(out)).returncode == 0
+    assert out.read_bytes() == new.read_bytes()
+    assert kvtier("put", *place, str(new)).stderr == "exists             3 pages\n"
+    assert "replaced" in kvtier("put", *place, str(old)).stderr
+    assert kvtier("get", *place, "-o", str(out)).returncode == 0
+    assert out.read_bytes() == old.read_bytes()
+
+
+def test_get_gives_back_the_file_that_was_put_or_nothing(kvtier, daemon, tmp_path):
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(b"1" * 3000)
+    place = ("--url", daemon.url, "--key-of", "x", "--page-bytes", "1KiB")
+    keys = file_keys(source.read_bytes(), "x", 3)
+
+    def misses(why: str) -> None:
+        got = kvtier("get", *place, "-o", str(out))
+        assert (got.returncode, got.stdout) == (1, "")
+        assert got.stderr == f"miss: {why} {keys[0].hex()}\n"
+        assert not out.exists()
+
+    misses("nothing is stored under")
+    assert kvtier("put", *place, str(source)).returncode == 0
+    with connect(daemon.url, deadline=5) as connection:
+        pages = open_pages(connection)
+        pages.delete(keys[2:])
+        misses("pages are gone of the file under")
+        pages.put(keys[2:], [b"3" * 1024])
+        misses("the pages are not those of the file that was put under")
+        pages.delete(keys[:1])
+        pages.put(keys[:1], [b"3" * 1024])
+        misses("what was not made by `kvtier put` is stored under")
+
+
+def test_files_with_the_same_content_share_their_pages(kvtier, daemon, tmp_path):
+    source = tmp_path / "in"
+    source.write_bytes(os.urandom(3000))
+    place = ("--url", daemon.url, "--page-bytes", "1KiB")
+    assert (
+        kvtier("put", *place, "--key-of", "x", str(source)).stderr == "stored             3 pages\n"
+    )
+    put = kvtier("put", *place, "--key-of", "y", str(source))
+    assert put.stderr == "stored             1 pages\nexists             2 pages\n"
+
+
+def test_a_file_larger_than_the_cache_is_a_miss(kvtier, daemon, tmp_path):
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(bytes(20 << 20))  # of a tier of 16 MiB
+    place = ("--url", daemon.url, "--key-of", "large")
+    kvtier("put", *place, str(source))
+    got = kvtier("get", *place, "-o", str(out))
+    assert got.returncode == 1
+    assert got.stderr.startswith("miss: ")
+    assert not out.exists()
 
 
 def test_get_to_standard_output_by_hexadecimal_key(kvtier, daemon, tmp_path):
@@ -243,7 +337,7 @@ def test_doctor_finds_what_is_wrong(kvtier, tmp_path):
     findings = {item["check"]: item for item in json.loads(result.stdout)}
     assert result.returncode == 1
     assert findings["memory"]["grade"] == "fail"
-    assert findings["directory"]["remedy"] == f"chmod 700 {state}"
+    assert findings["directory"]["remedy"] == "name a daemon.directory of its own"
     assert findings["daemon"]["grade"] == "warn"
     assert state.exists()
     assert not list(state.iterdir()), "doctor changes nothing"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
 import kvtier
+from kvtier.testing.daemon_process import DaemonProcess
 from tests.client.fake_daemon import FakeDaemon
 
 
@@ -16,6 +20,14 @@ def daemon(tmp_path):
     made.start()
     yield made
     made.stop()
+
+
+@pytest.fixture
+def process():
+    base = Path(tempfile.mkdtemp(prefix="kvt-"))
+    with DaemonProcess(base, "host.bytes=64MiB") as running:
+        yield running
+    shutil.rmtree(base, ignore_errors=True)
 
 
 @pytest.fixture

@@ -307,4 +307,8 @@ class FakeService:
             uptime_ms=1500,
             tiers=[admin_pb2.TierStatus(tier=2, capacity_bytes=1 << 30)],
             counters={"gets": self._d.calls["get"]},
+            namespaces=[
+                admin_pb2.NamespaceStatus(fingerprint=fingerprint, generation=family.generation)
+                for fingerprint, family in self._d.families.items()
+            ],
         )

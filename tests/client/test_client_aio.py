@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 import kvtier
+from kvtier.transfer.planes.grpc import GrpcPlane, _LostStatus
 
 
 def test_the_asyncio_client(daemon, layout, make_pages):
@@ -79,5 +80,21 @@ def test_first_calls_at_once_open_one_session(daemon, layout):
             await asyncio.gather(*(ns.lookup(keys) for ns in spaces for _ in range(3)))
             assert len(daemon.sessions) == 1
             assert len(daemon.handles) == 10
+
+    asyncio.run(main())
+
+
+def test_a_put_whose_status_is_lost_twice_is_unavailable(daemon, layout, make_pages, monkeypatch):
+    """As when the daemon is killed again in the middle of asking what became of the put."""
+
+    async def lost(*_):
+        raise _LostStatus
+
+    async def main():
+        async with kvtier.aio.connect(daemon.url, deadline=5.0) as kv:
+            ns = await kv.namespace(layout)
+            monkeypatch.setattr(GrpcPlane, "_put", lost)
+            put = await ns.put(ns.keys(range(8)), make_pages(2))
+            assert put.reasons == [kvtier.PutCode.UNAVAILABLE] * 2
 
     asyncio.run(main())

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-import shutil
 import signal
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +14,6 @@ import kvtier
 from kvtier.testing.daemon_process import DaemonProcess
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
-
-
-@pytest.fixture
-def process():
-    base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with DaemonProcess(base, "host.bytes=64MiB") as running:
-        yield running
-    shutil.rmtree(base, ignore_errors=True)
 
 
 def opaque(nbytes, **options):

@@ -7,6 +7,9 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvtier.core.lifecycle import Event
+from kvtier.core.page import Tier
+from kvtier.core.placement import Placement
+from kvtier.core.policy.lru import LruTailFirst
 from kvtier.core.residents import Residents
 from kvtier.core.store import Store
 from kvtier.testing.store_machine import StoreMachine
@@ -27,7 +30,7 @@ class Tiny(StoreMachine):
 
 SHORT = settings(max_examples=30, stateful_step_count=40, deadline=None, print_blob=True)
 # A planted fault has to be found, not made small.
-HUNT = settings(SHORT, max_examples=1000, phases=[Phase.generate])
+HUNT = settings(SHORT, max_examples=1000, phases=[Phase.generate], report_multiple_bugs=False)
 
 
 @pytest.mark.parametrize("machine", [Roomy, Tight])
@@ -77,3 +80,31 @@ def test_the_machine_finds_an_eviction_that_ignores_pins(monkeypatch: pytest.Mon
     machine.seal(machine.reserve(n=2, parent=None))
     with pytest.raises(AssertionError, match="a pinned page was evicted"):
         machine.reserve(n=3, parent=None)
+
+
+def test_the_machine_finds_a_store_that_never_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Placement, "_evict", lambda self, tier, record_bytes: False)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Tight, settings=HUNT)
+
+
+def test_the_machine_finds_a_store_that_evicts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Placement._evict
+
+    def greedy(self: Placement, tier: Tier, record_bytes: int) -> bool:
+        return original(self, tier, record_bytes) | original(self, tier, record_bytes)
+
+    monkeypatch.setattr(Placement, "_evict", greedy)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Tight, settings=HUNT)
+
+
+def test_the_machine_finds_an_eviction_out_of_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pages, the older one used again: the other has to go."""
+    monkeypatch.setattr(LruTailFirst, "touch", lambda self, rows: None)
+    machine = Tiny()
+    for n in (0, 1):
+        machine.seal(machine.reserve(n=n, parent=None))
+    machine.release(machine.acquire(numbers=[0]))
+    with pytest.raises(AssertionError, match="another page's turn"):
+        machine.reserve(n=2, parent=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,35 @@ class RawClient:
         assert at == len(run), "bytes that belong to no page"
         return Got(pages, payloads)
 
+    def put_pages(self, opened, pages: Sequence[tuple[transfer_pb2.PutPage, bytes]]):
+        """One message with these announcements and all of their bytes."""
+        request = transfer_pb2.PutRequest(
+            open=transfer_pb2.PutOpen(handle=opened.handle),
+            pages=[page for page, _ in pages],
+            data=b"".join(payload for _, payload in pages),
+        )
+        return self.put_messages([request])
+
+    def pin(self, opened, keys: Sequence[bytes], ttl_ms: int = 0):
+        request = pages_pb2.PinRequest(handle=opened.handle, keys=b"".join(keys), ttl_ms=ttl_ms)
+        return self.call("Pin", request)
+
+    def unpin(self, opened, *lease_ids: int) -> list[int]:
+        request = pages_pb2.UnpinRequest(session_id=opened.session_id, lease_ids=lease_ids)
+        return list(self.call("Unpin", request).codes)
+
+    def delete(self, opened, keys: Sequence[bytes]) -> list[int]:
+        request = pages_pb2.DeleteRequest(handle=opened.handle, keys=b"".join(keys))
+        return list(self.call("Delete", request).codes)
+
+    def bump(self, opened) -> int:
+        request = pages_pb2.BumpGenerationRequest(
+            fingerprint=opened.fingerprint,
+            expected_generation=opened.generation,
+            token=secrets.token_bytes(16),
+        )
+        return self.call("BumpGeneration", request).generation
+
     def lookup(self, opened, keys: Sequence[bytes]):
         return self.call(
             "Lookup", pages_pb2.LookupRequest(handle=opened.handle, keys=b"".join(keys))
@@ -153,17 +183,18 @@ class RawClient:
 
 
 def put_page(opened, key: bytes, payload: bytes, **fields) -> transfer_pb2.PutPage:
-    """An announcement with the right checksum."""
+    """An announcement with the right checksum. `fields` are the message's, and `shard`."""
+    codec = fields.get("codec", 1)
     total = payload_sum(
         payload,
         key=key,
         fingerprint=opened.fingerprint,
         namespace_generation=opened.generation,
         shard=fields.pop("shard", 0),
-        codec=Codec.RAW,
+        codec=Codec(codec),
         length=len(payload),
     )
-    values = {"length": len(payload), "codec": 1, "payload_sum": total}
+    values = {"length": len(payload), "codec": codec, "payload_sum": total}
     return transfer_pb2.PutPage(key=key, **(values | fields))
 
 
@@ -187,6 +218,16 @@ def failure(call) -> tuple[grpc.StatusCode, str, str]:
     code, name, remedy = error_of(caught.value)
     assert not name or remedy
     return code, name, caught.value.details()
+
+
+def fails(call, status: grpc.StatusCode, kind: str, text: str = "") -> None:
+    """The call fails so, and says what to do."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    code, found, remedy = error_of(caught.value)
+    assert (code, found) == (status, kind), caught.value.details()
+    assert text in caught.value.details()
+    assert remedy
 
 
 def settled(client: RawClient):

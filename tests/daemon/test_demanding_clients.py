@@ -25,8 +25,9 @@ from raw_calls import (
     settled,
 )
 
+from kvtier.packing.layout import Shard
 from kvtier.transfer.rpc import METHODS, PAGES
-from kvtier.v1 import transfer_pb2
+from kvtier.v1 import pages_pb2, transfer_pb2
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -51,11 +52,22 @@ def test_limits_are_named(make_daemon):
         assert failure(lambda: raw.lookup(opened, [key_of(i) for i in range(5)]))[2].count("keys_")
         assert "2 pages" in failure(lambda: raw.put(opened, pages))[2]
         assert failure(second.open)[:2] == (INVALID, "LimitExceeded")
-        raw.open(tenant="2")
+        second_tenant = raw.open(tenant="2")
         assert "namespaces" in failure(lambda: raw.open(tenant="3"))[2]
-        raw.open()
-        raw.open()
-        assert "handles_per_session_max" in failure(raw.open)[2]
+        for _ in range(5):
+            raw.open()
+        assert [session.handles for session in raw.status().sessions] == [2]
+        shards = [
+            opaque_layout(shard_count=9, shard=Shard(index=index, layers=(0, 1), heads=(0, 64)))
+            for index in range(3)
+        ]
+        raw.call(
+            "DeleteNamespace",
+            pages_pb2.DeleteNamespaceRequest(fingerprint=second_tenant.fingerprint),
+        )
+        raw.open(shards[0])
+        raw.open(shards[1])
+        assert "handles_per_session_max" in failure(lambda: raw.open(shards[2]))[2]
         large = raw.put_messages
         big = transfer_pb2.PutRequest(
             open=transfer_pb2.PutOpen(handle=opened.handle), data=bytes(200 << 10)
@@ -136,7 +148,8 @@ def test_bytes_under_way_are_bounded_and_given_back(make_daemon):
             go.set()
             assert list(slow.result().codes) == [1, 1, 1]
         for i in range(20):  # nothing stays counted
-            assert list(raw.put(opened, [(key_of((i, 0)), payload_of(i))] * 4).codes)
+            page = (key_of((i, 0)), payload_of(i))
+            assert list(raw.put(opened, [page] * 4).codes) == [1, 2, 2, 2]
             assert raw.get(opened, [key_of(0)] * 4).codes == [1] * 4
 
 

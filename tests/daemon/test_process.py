@@ -15,7 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from raw_calls import RawClient, error_of, key_of, payload_of, put_page
+from raw_calls import RawClient, error_of, key_of, payload_of, put_page, put_stream
 
 from kvtier.testing.daemon_process import DaemonNotReady
 from kvtier.transfer.rpc import ADMIN
@@ -316,7 +316,10 @@ def test_health_follows_the_state(make_daemon):
         opened = raw.open()
 
         def messages():
-            yield transfer_pb2.PutRequest(open=transfer_pb2.PutOpen(handle=opened.handle))
+            yield from put_stream(opened, [(key_of(1), payload_of(1))])
+            deadline = time.monotonic() + 5
+            while list(raw.lookup(opened, [key_of(1)]).codes) != [1]:  # until the put is under way
+                assert time.monotonic() < deadline
             daemon.signal(signal.SIGTERM)
             daemon.wait_logged("event=daemon.draining")
             time.sleep(0.1)

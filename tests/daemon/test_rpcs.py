@@ -10,6 +10,7 @@ from raw_calls import (
     PAGE_BYTES,
     RawClient,
     error_of,
+    fails,
     key_of,
     opaque_layout,
     payload_of,
@@ -17,7 +18,7 @@ from raw_calls import (
     put_stream,
 )
 
-from kvtier.packing.layout import Layout, Role, ScaleRule, Segment, Shard
+from kvtier.packing.layout import Shard
 from kvtier.transfer.rpc import ADMIN, METHODS, PAGES
 from kvtier.v1 import admin_pb2, page_pb2, pages_pb2, transfer_pb2
 
@@ -25,15 +26,6 @@ HIT, MISS, STALE = 1, 2, 3
 STORED, EXISTS, STALE_GENERATION, REFUSED = 1, 2, 3, 7
 RPCS = [method for service in (PAGES, ADMIN) for method in METHODS[service].values()]
 MISSING = {"Prefetch", "Demote", "Flush", "AdoptHandoff"}
-
-
-def fails(call, status: grpc.StatusCode, kind: str, text: str = "") -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        call()
-    code, found, remedy = error_of(caught.value)
-    assert (code, found) == (status, kind), caught.value.details()
-    assert text in caught.value.details()
-    assert remedy
 
 
 # -- what is there --------------------------------------------------------------------------------
@@ -95,119 +87,22 @@ def test_capabilities_are_the_configured_limits(make_daemon):
     assert set(found.methods) == names - {f"Pages.{name}" for name in MISSING}
 
 
-# -- namespaces -----------------------------------------------------------------------------------
-
-
-def test_open_tells_what_the_layout_means(client):
-    layout = opaque_layout()
-    opened = client.open(layout, tenant="acme")
-    assert opened.fingerprint == layout.fingerprint("acme", b"")
-    assert (opened.raw_bytes, opened.fp8_bytes) == (PAGE_BYTES, 0)
-    assert opened.session_ttl_ms == 300_000
-    again = client.open(layout, tenant="acme")
-    assert again.session_id == opened.session_id
-    assert again.handle != opened.handle
-    other = client.open(layout, tenant="other")
-    assert other.fingerprint != opened.fingerprint
-
-
-def test_opens_that_are_refused(client):
-    invalid, precondition = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
-    fails(lambda: client.call("OpenNamespace", pages_pb2.OpenNamespaceRequest()), invalid,
-          "LayoutError")  # fmt: skip
-    fails(lambda: client.open(tenant="x" * 257), invalid, "LimitExceeded", "tenant")
-    fails(lambda: client.open(opaque_layout(16 << 20)), invalid, "LayoutError", "page_bytes_max")
-    fails(
-        lambda: client.open(fingerprint=bytes(32)), precondition, "NamespaceMismatch", "fingerprint"
-    )
-    client.session = 12345
-    fails(client.open, grpc.StatusCode.NOT_FOUND, "UnknownHandle", "session 12345")
-    client.session = 0
-    assert not client.status().namespaces, "a refused open makes nothing"
-
-
-def test_shards_must_agree(client):
-    def layout(heads):
-        key = Segment(
-            name="k", role=Role.KEY, dtype="bfloat16", layers=1, heads=4, dim=64,
-            scale_rule=ScaleRule.LAYER_HEAD,
-        )  # fmt: skip
-        return Layout.from_segments(
-            [key], model_id="m", revision="1", page_tokens=16, kv_compute="bfloat16",
-            shard_count=2, shard=Shard(index=0, layers=(0, 1), heads=heads),
-        )  # fmt: skip
-
-    opened = client.open(layout((0, 2)))
-    assert opened.raw_bytes == 16 * 2 * 64 * 2
-    assert opened.fp8_bytes == 16 * 2 * 64 + 2 * 4
-    assert client.open(layout((0, 2))).generation == opened.generation
-    fails(lambda: client.open(layout((0, 1))), grpc.StatusCode.FAILED_PRECONDITION,
-          "NamespaceMismatch", "heads")  # fmt: skip
-
-
-def test_deleting_a_namespace(client):
-    opened = client.open()
-    client.put(opened, [(key_of(i), payload_of(i)) for i in range(3)])
-    request = pages_pb2.DeleteNamespaceRequest(fingerprint=opened.fingerprint)
-    assert client.call("DeleteNamespace", request).pages == 3
-    assert list(client.lookup(opened, [key_of(0)]).codes) == [STALE]
-    fails(lambda: client.call("DeleteNamespace", request), grpc.StatusCode.NOT_FOUND,
-          "UnknownNamespace")  # fmt: skip
-    again = client.open()
-    assert again.generation > opened.generation
-    assert client.get(again, [key_of(0)]).codes == [MISS]
-
-
-def bump(client, opened, expected, token, revision=""):
-    request = pages_pb2.BumpGenerationRequest(
-        fingerprint=opened.fingerprint,
-        expected_generation=expected,
-        token=token,
-        weights_revision=revision,
-    )
-    return client.call("BumpGeneration", request).generation
-
-
-def test_a_bump_makes_all_older_pages_misses_also_after_a_restart(make_daemon):
-    daemon = make_daemon().start()
-    token = bytes(range(16))
-    with RawClient(daemon.url) as raw:
-        old = raw.open()
-        raw.put(old, [(key_of(1), payload_of(1))])
-        new_generation = bump(raw, old, old.generation, token)
-        assert new_generation == old.generation + 1
-        assert bump(raw, old, old.generation, token) == new_generation, "idempotent"
-        fails(
-            lambda: bump(raw, old, old.generation, bytes(16)),
-            grpc.StatusCode.ABORTED,
-            "GenerationConflict",
-            str(new_generation),
-        )
-        assert list(raw.lookup(old, [key_of(1)]).codes) == [STALE]
-        assert raw.get(old, [key_of(1)]).codes == [STALE]
-        assert list(raw.put(old, [(key_of(1), payload_of(1))]).codes) == [STALE_GENERATION]
-        new = raw.open()
-        assert raw.get(new, [key_of(1)]).codes == [MISS]
-        deadline = time.monotonic() + 5
-        while raw.status().tiers[0].used_bytes and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert raw.status().tiers[0].used_bytes == 0, "the old pages give their room back"
-    daemon.kill()
-    daemon.start()
-    with RawClient(daemon.url) as raw:
-        assert raw.open().generation == new_generation
-        assert bump(raw, old, old.generation, token) == new_generation, "the token is durable too"
-
-
-def test_a_bump_names_the_weights_loaded_from_now_on(client):
-    opened = client.open()
-    bump(client, opened, opened.generation, bytes(16), revision="2")
-    fails(client.open, grpc.StatusCode.FAILED_PRECONDITION, "NamespaceMismatch", "weights_revision")
-    fails(lambda: bump(client, opened, 9, b"short"), grpc.StatusCode.INVALID_ARGUMENT,
-          "LimitExceeded", "token")  # fmt: skip
-
-
 # -- pages ----------------------------------------------------------------------------------------
+
+
+def test_the_whole_capacity_is_used_and_holds_one_page(make_daemon):
+    """A capacity that is no whole number of slabs makes longer slabs, and so longer pages."""
+    size = 100 << 20
+    daemon = make_daemon(f"host.bytes={size}").start()
+    with RawClient(daemon.url) as raw:
+        assert raw.capabilities().page_bytes_max == size - 4096
+        assert raw.status().tiers[0].capacity_bytes == size
+        opened = raw.open(opaque_layout(size - 4096))
+        payload = payload_of("large", size - 4096)
+        assert list(raw.put(opened, [(key_of("large"), payload)]).codes) == [STORED]
+        assert raw.get(opened, [key_of("large")]).payloads[0] == payload
+        fails(lambda: raw.open(opaque_layout(size)), grpc.StatusCode.INVALID_ARGUMENT,
+              "LayoutError", "page_bytes_max")  # fmt: skip
 
 
 @pytest.mark.parametrize("length", [1, 4095, 4096, 65_536, 1 << 20, 5 << 20])

@@ -38,7 +38,7 @@ def sessions(clock, ended) -> Sessions[str]:
 
 def test_a_handle_leads_to_what_was_opened(sessions):
     session = sessions.begin("client")
-    handle = sessions.add_handle(session, "place")
+    handle = sessions.open_handle(session, "place")
     assert sessions.handle(handle.handle_id).bound == "place"
     assert sessions.handle(handle.handle_id).session_id == session.session_id
     assert 0 < handle.handle_id < 1 << 64
@@ -46,14 +46,14 @@ def test_a_handle_leads_to_what_was_opened(sessions):
 
 def test_ids_are_random(sessions):
     session = sessions.begin("client")
-    ids = [session.session_id, *(sessions.add_handle(session, "x").handle_id for _ in range(2))]
+    ids = [session.session_id, *(sessions.open_handle(session, place).handle_id for place in "xy")]
     assert len(set(ids)) == 3
     assert max(ids) > 1 << 50, "all small: not random"
 
 
 def test_unknown_ids(sessions):
     session = sessions.begin("client")
-    handle = sessions.add_handle(session, "place")
+    handle = sessions.open_handle(session, "place")
     with pytest.raises(UnknownHandle):
         sessions.session(session.session_id + 1)
     with pytest.raises(UnknownHandle):
@@ -68,17 +68,17 @@ def test_counts_are_bounded(sessions):
     sessions.begin("c")
     with pytest.raises(LimitExceeded, match=r"limits\.sessions_max"):
         sessions.begin("d")
-    sessions.add_handle(first, "x")
-    sessions.add_handle(first, "y")
+    sessions.open_handle(first, "x")
+    sessions.open_handle(first, "y")
     with pytest.raises(LimitExceeded, match=r"limits\.handles_per_session_max"):
-        sessions.add_handle(first, "z")
+        sessions.open_handle(first, "z")
     sessions.end(first.session_id, "closed")
     sessions.begin("d")
 
 
 def test_ending_takes_the_handles_along_and_is_told_once(sessions, ended):
     session = sessions.begin("client")
-    handle = sessions.add_handle(session, "place")
+    handle = sessions.open_handle(session, "place")
     assert sessions.end(session.session_id, "closed") is True
     assert sessions.end(session.session_id, "closed") is False
     assert ended == [(session.session_id, "closed")]
@@ -90,7 +90,7 @@ def test_ending_takes_the_handles_along_and_is_told_once(sessions, ended):
 def test_idle_sessions_end_and_used_ones_stay(sessions, clock, ended):
     idle = sessions.begin("idle")
     used = sessions.begin("used")
-    handle = sessions.add_handle(used, "place")
+    handle = sessions.open_handle(used, "place")
     clock.now += 9.0
     sessions.handle(handle.handle_id)
     clock.now += 1.0
@@ -104,7 +104,7 @@ def test_idle_sessions_end_and_used_ones_stay(sessions, clock, ended):
 
 def test_a_call_under_way_holds_its_session(sessions, clock):
     session = sessions.begin("client")
-    handle = sessions.add_handle(session, "place")
+    handle = sessions.open_handle(session, "place")
     with sessions.in_use(handle.handle_id):
         clock.now += 1000.0
         assert sessions.reap() == 0
@@ -117,7 +117,7 @@ def test_a_call_under_way_holds_its_session(sessions, clock):
 
 def test_a_session_that_is_closed_under_a_call(sessions):
     session = sessions.begin("client")
-    handle = sessions.add_handle(session, "place")
+    handle = sessions.open_handle(session, "place")
     with sessions.in_use(handle.handle_id) as held:
         sessions.end(session.session_id, "closed")
         assert held.bound == "place"

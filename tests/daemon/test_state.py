@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,7 +176,10 @@ def test_a_directory_open_to_others_is_refused(path):
     path.chmod(0o750)
     with pytest.raises(DirectoryError, match="mode 0750") as caught:
         open_directory(path)
-    assert caught.value.remedy == f"chmod 700 {path}"
+    assert (
+        caught.value.remedy
+        == "Name a directory of the daemon's own, which is then made with mode 0700."
+    )
 
 
 def test_no_directory_there_or_possible(path, tmp_path):
@@ -229,3 +233,16 @@ def test_sigkill_at_any_moment_never_repeats_a_generation(path):
         assert seen[0] > highest, f"seed {seed} round {round_no}: {seen[0]} after {highest}"
         assert seen == list(range(seen[0], seen[0] + len(seen)))
         highest = seen[-1]
+
+
+def test_a_directory_that_was_removed_is_not_written_by_its_old_daemon(path):
+    with open_directory(path) as old:
+        shutil.rmtree(path)
+        with pytest.raises(DirectoryError, match="it was removed"):
+            old.save_namespaces({})
+        with open_directory(path) as new:
+            new.journal_generations(1 << 20)
+            with pytest.raises(DirectoryError, match="it was removed"):
+                old.journal_generations(5)
+        with open_directory(path) as again:
+            assert again.generation_bound == 1 << 20

@@ -10,10 +10,14 @@ import sys
 
 import pytest
 
-from kvtier.core.handles import Filling
+from kvtier.core.handles import Filling, Reading
 from kvtier.core.ledger import LedgerError
+from kvtier.core.page import GetCode
 from kvtier.core.residents import Residents
-from kvtier.transfer.mover import Intake, Outlet, Place
+from kvtier.core.store import Store
+from kvtier.transfer import outlet as outlet_module
+from kvtier.transfer.intake import Intake
+from kvtier.transfer.place import Place
 from tests.sim.world import World, WrongByte, run_seeds
 
 STEPS = 1200
@@ -76,14 +80,14 @@ def test_an_unverified_put_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lease_given_back_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Outlet._load
+    original = outlet_module.load
 
-    def hasty(self: Outlet, reading, key):
-        loaded = original(self, reading, key)
+    def hasty(arena, identity, reading, key, *, check_payload):
+        loaded = original(arena, identity, reading, key, check_payload=check_payload)
         reading.release()
         return loaded
 
-    monkeypatch.setattr(Outlet, "_load", hasty)
+    monkeypatch.setattr(outlet_module, "load", hasty)
     assert fails(range(30)) != []
 
 
@@ -107,3 +111,25 @@ def test_a_slot_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Residents, "_give_back", doubly)
     found = fails(range(10))
     assert any(isinstance(error, (LedgerError, AssertionError)) for _, error in found)
+
+
+def test_a_get_that_misses_what_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Store.acquire
+    calls = iter(range(1, 1_000_000))
+
+    def forgetful(self: Store, namespace, shard, keys):
+        outcomes = original(self, namespace, shard, keys)
+        if next(calls) % 2:
+            return outcomes
+        for outcome in outcomes:
+            if isinstance(outcome, Reading):
+                outcome.release()
+        return [GetCode.MISS] * len(outcomes)
+
+    monkeypatch.setattr(Store, "acquire", forgetful)
+    assert any("missed what was there" in str(error) for _, error in fails(range(10)))
+
+
+def test_a_quarantine_that_is_never_drained_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Residents, "_drain_quarantine", lambda self, tier: None)
+    assert any("over its cap" in str(error) for _, error in fails(range(10)))

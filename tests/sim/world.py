@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtier.core.generations import Generations
-from kvtier.core.lifecycle import State
 from kvtier.core.page import (
     Codec,
     DeleteCode,
@@ -35,7 +34,9 @@ from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
 from kvtier.packing.record import HEADER_BYTES
 from kvtier.testing.cells import check_page, make_page
 from kvtier.tiers.host import HostArena
-from kvtier.transfer.mover import Intake, Outlet, Place, Verify
+from kvtier.transfer.intake import Intake
+from kvtier.transfer.outlet import Outlet
+from kvtier.transfer.place import Place, Verify
 
 SLAB = 64 * 1024
 SLABS = 4
@@ -63,7 +64,7 @@ def opaque_layout(model: str, size: int) -> Layout:
 
 @dataclass(slots=True)
 class Space:
-    """One family at its present generation, and what the oracle knows of it."""
+    """One shard of one family at its present generation, and what the oracle knows of it."""
 
     name: str
     place: Place
@@ -87,7 +88,11 @@ class World:
         self.numbers = 0
         self.version = 0
         self.every_space: list[Space] = []  # bumped ones too: a get may still be reading them
-        self.spaces = [self._space(f"model{i}", size) for i, size in enumerate((3000, 3000, 20000))]
+        self.spaces = [
+            *self._family("model0", 3000, shards=1),
+            *self._family("model1", 3000, shards=2),
+            *self._family("model2", 20000, shards=1),
+        ]
         self.scripts: list[Script] = []
         self.hits = self.stored = self.corrupt = self.damage_done = 0
         self._digest = hashlib.sha256()
@@ -143,6 +148,8 @@ class World:
         assert counts.pinned == 0, f"seed {self.seed}: {counts.pinned} pages still pinned"
         assert counts.filling == 0, f"seed {self.seed}: {counts.filling} slots still being filled"
         assert counts.retiring == 0, f"seed {self.seed}: {counts.retiring} slots never drained"
+        cap = counts.capacity_bytes // 20
+        assert counts.quarantined_bytes <= cap, f"seed {self.seed}: quarantine over its cap"
 
     # -- clients ------------------------------------------------------------------------------
 
@@ -158,7 +165,9 @@ class World:
             metas.append(self._meta(place, key, page, chain[i - 1] if i else b""))
             run += page
         broken = self._maybe_break(run, size)
-        intake = Intake(self.store, self.arena, place, pages_max=64, bytes_max=1 << 20)
+        intake = Intake(
+            self.store, self.arena, place, pages_max=64, bytes_max=1 << 20, verify=Verify.ALWAYS
+        )
         counted = 0
         try:
             at = 0
@@ -216,12 +225,14 @@ class World:
             verify=Verify.ALWAYS,
             sample_one_in=1,
         )
-        expected = dict(space.versions)  # the leases of all keys are taken with the first page
+        # The leases of all keys are taken with the first page, that is, now.
+        expected = dict(space.versions)
+        found, _ = self.store.lookup(place.namespace, place.shard, array)
         try:
-            for key, page in zip(keys, outlet, strict=True):
+            for key, was_there, page in zip(keys, found == GetCode.HIT, outlet, strict=True):
                 self._note(page.code)
                 if page.code is not GetCode.HIT:
-                    self._judge_miss(space, key, page.code)
+                    self._judge_miss(space, key, page.code, was_there=was_there)
                     yield
                     continue
                 assert page.header is not None
@@ -248,7 +259,11 @@ class World:
             case 0 | 1 | 2 | 3 | 4 | 5 | 6:
                 session = self.rng.randint(1, 3)
                 lease, codes = self.store.pins.pin(
-                    session, number, 0, array, deadline=self.now + self.rng.random() * 8
+                    session,
+                    number,
+                    space.place.shard,
+                    array,
+                    deadline=self.now + self.rng.random() * 8,
                 )
                 self._note(*codes.tolist())
                 for _ in range(self.rng.randint(0, 6)):
@@ -258,17 +273,19 @@ class World:
                 else:
                     self.store.pins.end_session(session)
             case 7 | 8 | 9 | 10:
-                codes = self.store.delete(number, 0, array)
+                codes = self.store.delete(number, space.place.shard, array)
                 self._note(*codes.tolist())
                 if DeleteCode.STALE not in codes:
                     for key in keys:
                         space.versions.pop(key, None)
             case _:
-                if not any(space is current for current in self.spaces):
+                old = [s for s in self.spaces if s.place.namespace == number]
+                if not old:
                     return  # bumped by somebody else meanwhile
                 self.store.end_namespace(number)
-                fresh = self._space(space.name, space.place.layout.raw_bytes)
-                self.spaces = [fresh if current is space else current for current in self.spaces]
+                size = space.place.layout.raw_bytes
+                fresh = self._family(space.name.split("/")[0], size, shards=len(old))
+                self.spaces = [s for s in self.spaces if s not in old] + fresh
         yield
 
     # -- judging ------------------------------------------------------------------------------
@@ -288,7 +305,8 @@ class World:
             raise WrongByte(f"seed {self.seed}: {key.hex()[:8]} holds foreign or torn cells")
         self.hits += 1
 
-    def _judge_miss(self, space: Space, key: bytes, code: GetCode) -> None:
+    def _judge_miss(self, space: Space, key: bytes, code: GetCode, *, was_there: bool) -> None:
+        assert not (was_there and code is GetCode.MISS), f"seed {self.seed}: missed what was there"
         if code is GetCode.CORRUPT:
             assert key in space.damaged, f"seed {self.seed}: CORRUPT without damage"
             self.corrupt += 1
@@ -300,18 +318,16 @@ class World:
         rows = self.store.sealed_rows(Tier.HOST).tolist()
         if not rows:
             return
-        reading = self.store.acquire_row(self.rng.choice(rows))
-        assert reading is not None
+        found = self.store.acquire_row(self.rng.choice(rows))
+        assert found is not None
+        reading, namespace, shard, key = found
         with reading:
-            table = self.store._table
-            key = table.key(reading.row)
             at = self.rng.randrange(HEADER_BYTES + reading.length)
             self.arena.view(reading.ref.slot, at, 1)[0] ^= 1 << self.rng.randrange(8)
             for space in self.every_space:
-                if space.place.namespace == table.namespace[reading.row]:
+                if (space.place.namespace, space.place.shard) == (namespace, shard):
                     space.damaged.add(key)
                     self.damage_done += 1
-            assert table.state[reading.row] == State.SEALED
 
     def _maybe_break(self, run: bytearray, size: int) -> set[int]:
         if self.rng.random() > 0.1:
@@ -322,26 +338,29 @@ class World:
 
     # -- small things -------------------------------------------------------------------------
 
-    def _space(self, name: str, size: int) -> Space:
+    def _family(self, name: str, size: int, *, shards: int) -> list[Space]:
+        """A family under a new namespace number: one Space for each shard."""
         self.numbers += 1
         layout = opaque_layout(name, size)
-        self.store.open_namespace(self.numbers, 1)
-        place = Place(
-            namespace=self.numbers,
-            shard=0,
-            fingerprint=layout.fingerprint("tenant", b""),
-            generation=self.numbers,
-            layout=layout,
-        )
-        space = Space(name, place)
-        self.every_space.append(space)
-        return space
+        self.store.open_namespace(self.numbers, shards)
+        made = []
+        for shard in range(shards):
+            place = Place(
+                namespace=self.numbers,
+                shard=shard,
+                fingerprint=layout.fingerprint("tenant", b""),
+                generation=self.numbers,
+                layout=layout,
+            )
+            made.append(Space(f"{name}/{shard}", place))
+        self.every_space += made
+        return made
 
     def _keys(self, space: Space) -> list[bytes]:
         start = self.rng.randrange(4)
         chain = self.rng.randrange(2)
         return [
-            hashlib.sha256(f"{space.name}/{chain}/{n}".encode()).digest()
+            hashlib.sha256(f"{space.place.fingerprint.hex()}/{chain}/{n}".encode()).digest()
             for n in range(start, start + self.rng.randint(1, 5))
         ]
 

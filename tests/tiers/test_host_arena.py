@@ -53,16 +53,29 @@ def test_a_slab_holds_records_of_powers_of_two_without_waste(power):
     ("capacity", "slab", "expected"),
     [
         (3 * SLAB_BYTES, SLAB_BYTES, (SLAB_BYTES, 3)),
-        (4 * SLAB_BYTES - 1, SLAB_BYTES, (SLAB_BYTES, 3)),
+        (4 * SLAB_BYTES - 1, SLAB_BYTES, ((4 * SLAB_BYTES - 1) // 3 // 4096 * 4096, 3)),
+        (64 * MIB, SLAB_BYTES, (64 * MIB, 1)),
+        (128 * MIB, SLAB_BYTES, (128 * MIB, 1)),
+        (4096 * MIB, SLAB_BYTES, (4096 * MIB // 63 // 4096 * 4096, 63)),
         (SLAB_BYTES - 1, SLAB_BYTES, (SLAB_BYTES - 4096, 1)),
         (10_000, SLAB_BYTES, (8192, 1)),
         (4096, SLAB_BYTES, (4096, 1)),
-        (10 * MIB + 5, 4 * MIB, (4 * MIB, 2)),
+        (10 * MIB + 5, 4 * MIB, (5 * MIB, 2)),
     ],
 )
-def test_capacity_is_whole_slabs(capacity, slab, expected):
+def test_slabs_fill_the_capacity(capacity, slab, expected):
     layout = slab_layout(capacity, slab)
     assert (layout.slab_bytes, layout.count) == expected
+
+
+@pytest.mark.parametrize("mib", [1, 63, 65, 100, 127, 128, 129, 192, 193, 1000, 4096, 100_000])
+def test_next_to_nothing_of_the_capacity_is_left_over(mib):
+    layout = slab_layout(mib * MIB)
+    left = mib * MIB - layout.slab_bytes * layout.count
+    assert 0 <= left < 4096 * layout.count
+    assert layout.slab_bytes % 4096 == 0
+    assert layout.slab_bytes < 2 * SLAB_BYTES
+    assert layout.slab_bytes >= min(SLAB_BYTES, mib * MIB)
 
 
 @pytest.mark.parametrize("capacity", [-1, 0, 4095])
@@ -339,7 +352,7 @@ def test_dev_shm_of_64_mib_is_no_limit():
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "No space left on device",
-        f"3 3 {3 * SLAB_BYTES} 7",
+        f"3 3 {256 * MIB // 3 // 4096 * 4096 * 3} 7",
     ]
 
 

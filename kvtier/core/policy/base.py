@@ -24,13 +24,16 @@ class Policy(Protocol):
         """The pages were used together; `rows` goes from the head of their chain to its tail."""
 
     def ready(self, row: int) -> None:
-        """Its last lease, or the last page after it, is gone: it may be a candidate again."""
+        """Its last lease, the last page after it, or what else kept it, is gone."""
 
     def forget(self, row: int) -> None:
         """The page is gone, for whatever reason."""
 
     def victim(self, evictable: Callable[[int], bool]) -> int:
-        """The row to evict next, or NO_ROW. Never a page with a lease or a resident child."""
+        """The row to evict next, or NO_ROW. Never a page with a lease or a resident child.
+
+        A page that `evictable` refuses is not named again before `ready`.
+        """
 
     def coldest(self) -> int:
         """The stamp of a page that is about the next victim; a very high number when there is

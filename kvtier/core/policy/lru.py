@@ -22,8 +22,6 @@ __all__ = ["Clock", "LruTailFirst"]
 _ROW_BITS = 31
 _ROW_MASK = (1 << _ROW_BITS) - 1
 NEVER = 1 << 63
-#: Candidates that the caller may turn down (a sibling shard is in use) before an eviction gives up.
-PASSES_MAX = 1024
 
 
 class Clock:
@@ -71,20 +69,12 @@ class LruTailFirst:
                 self._rebuild()
 
     def victim(self, evictable: Callable[[int], bool]) -> int:
-        queued = self._table.queued
-        for _ in range(PASSES_MAX):
-            row = self._settle_top()
-            if row == NO_ROW:
-                break
+        while (row := self._settle_top()) != NO_ROW:
             heapq.heappop(self._heap)
-            queued[row] = 0
+            self._table.queued[row] = 0
             self._queued -= 1
             if evictable(row):
-                return row
-            # One shard of it is in use, so all of it is: else the same pages would be asked about
-            # again and again while others could go.
-            self._table.stamp[row] = self._clock.ticks(1)
-            self._push(row)
+                return row  # a refused one waits outside the queue until `ready`
         return NO_ROW
 
     def coldest(self) -> int:

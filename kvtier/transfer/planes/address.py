@@ -10,16 +10,27 @@ Functions without state: usable from any thread.
 from __future__ import annotations
 
 import ipaddress
+import os
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 from kvtier.errors import InvalidConfigValue, NotImplementedYet
 
-__all__ = ["grpc_target"]
+__all__ = ["default_url", "grpc_target"]
 
 _SOCKET_PATH_BYTES_MAX: Final = 107  # what the kernel's sockaddr_un holds
 _FORMS: Final = "use unix:///absolute/path or grpc://127.0.0.1:port"
 _LOCAL_ONLY: Final = "use unix:///path, or grpc://127.0.0.1:port through a tunnel of your own"
+
+
+def default_url() -> str:
+    """Where a daemon of this user listens unless it is configured otherwise."""
+    user = os.geteuid()
+    if user == 0:
+        return "unix:///run/kvtier/kvtier.sock"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    directory = f"{runtime}/kvtier" if runtime else f"/tmp/kvtier-{user}"
+    return f"unix://{directory}/kvtier.sock"
 
 
 def grpc_target(url: str) -> str:

@@ -10,7 +10,7 @@ A plane belongs to one event loop: all methods are called there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterable, Sequence
 from typing import Protocol
 
 from kvtier.transfer.planes.deadline import Deadline
@@ -53,7 +53,7 @@ class Plane(Protocol):
         """Delivers to `sink`. When it raises, pages that were completed before stay so."""
 
     async def put(
-        self, opening: PutOpening, pages: Iterable[OutgoingPage], deadline: Deadline
+        self, opening: PutOpening, pages: AsyncIterable[OutgoingPage], deadline: Deadline
     ) -> PutReply:
         """Takes `pages` one at a time as they are sent. When it raises, nothing is known of any
         page.

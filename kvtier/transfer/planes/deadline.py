@@ -12,10 +12,16 @@ from typing import Final
 
 from kvtier.errors import DeadlineExceeded
 
-__all__ = ["DEADLINE_S_MAX", "Deadline"]
+__all__ = ["DEADLINE_S_MAX", "Deadline", "OwnDelay"]
 
 #: No call waits longer, whatever it asks for: an engine must never hang on its cache.
 DEADLINE_S_MAX: Final = 60.0
+
+
+class OwnDelay(Exception):
+    """The cause of a DeadlineExceeded when the time went by on this side: that says nothing of
+    whether the daemon answers.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +46,5 @@ class Deadline:
             raise DeadlineExceeded(
                 "the deadline of the call has passed",
                 remedy="compute the page; raise `deadline` if this happens often",
-            )
+            ) from OwnDelay()
         return left

@@ -16,8 +16,8 @@ Belongs to the event loop of its first call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import grpc
@@ -30,7 +30,7 @@ from kvtier.transfer.messages import layout_to_proto, shard_to_proto
 from kvtier.transfer.planes.address import grpc_target
 from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.grpc_values import capabilities_from_proto, status_from_proto
-from kvtier.transfer.planes.streams import GetRun, put_messages
+from kvtier.transfer.planes.streams import GetRun, PutRun
 from kvtier.transfer.planes.values import (
     Capabilities,
     GetQuery,
@@ -110,7 +110,10 @@ class GrpcPlane:
             handle=handle,
             keys=b"".join(keys),
             hints=pages_pb2.CallHints(
-                session=hints.session, ttl_ms=hints.ttl_ms, priority=hints.priority
+                session=hints.session,
+                ttl_ms=hints.ttl_ms,
+                priority=hints.priority,
+                traceparent=hints.traceparent,
             ),
         )
         answer = await self._pages("Lookup", request, deadline)
@@ -126,6 +129,7 @@ class GrpcPlane:
             session=query.hints.session,
             ttl_ms=query.hints.ttl_ms,
             priority=query.hints.priority,
+            traceparent=query.hints.traceparent,
         )
         run = GetRun(sink, len(query.keys))
         async with self._until(deadline) as seconds:
@@ -133,6 +137,7 @@ class GrpcPlane:
             try:
                 async for message in call:
                     run.feed(_parsed(message))
+                    await sink.settle()
             finally:
                 # Nothing may arrive after the caller has its answer. No effect on a call that
                 # ended.
@@ -140,21 +145,14 @@ class GrpcPlane:
         run.finish()
 
     async def put(
-        self, opening: PutOpening, pages: Iterable[OutgoingPage], deadline: Deadline
+        self, opening: PutOpening, pages: AsyncIterable[OutgoingPage], deadline: Deadline
     ) -> PutReply:
-        count = 0
-
-        def counted() -> Iterator[OutgoingPage]:
-            nonlocal count
-            for page in pages:
-                count += 1
-                yield page
-
         try:
-            answer = await self._put(put_messages(opening, counted()), deadline)
+            answer, count = await self._put(opening, pages, deadline)
         except _LostStatus:
             # Asked again with nothing to send, the daemon says what it has against this put.
-            await self._put(put_messages(opening, ()), deadline)
+            with suppress(_LostStatus):
+                await self._put(opening, None, deadline)
             raise DaemonUnavailable(
                 "the daemon ended the put before it had everything",
                 remedy="put again later; the pages may or may not be stored",
@@ -235,19 +233,27 @@ class GrpcPlane:
         async with self._until(deadline) as seconds:
             return _parsed(await self._callable(service, name)(request, timeout=seconds))
 
-    async def _put(self, messages: Iterator[bytes], deadline: Deadline) -> Any:
+    async def _put(
+        self, opening: PutOpening, pages: AsyncIterable[OutgoingPage] | None, deadline: Deadline
+    ) -> tuple[Any, int]:
+        """The answer, and how many pages it is about."""
+        run, count = PutRun(opening), 0
         async with self._until(deadline) as seconds:
             call = self._callable(rpc.PAGES, "Put")(timeout=seconds)
             is_cut_short = False
             try:
                 try:
-                    for message in messages:
-                        await call.write(message)
+                    if pages is not None:
+                        async for page in pages:
+                            count += 1
+                            for message in run.feed(page):
+                                await call.write(message)
+                    await call.write(run.finish())
                     await call.done_writing()
                 except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
                     # The daemon answered before it had everything; the answer says why.
                     is_cut_short = True
-                return _parsed(await call)
+                return _parsed(await call), count
             except grpc.aio.AioRpcError as error:
                 # grpc.aio can lose the daemon's status when a write fails at the same moment, and
                 # then makes up one of its own.

@@ -18,7 +18,7 @@ from kvtier.transfer.planes.values import AnnouncedPage, OutgoingPage, PageSink,
 from kvtier.transfer.wire import GetMessage, encode_put
 from kvtier.v1 import transfer_pb2 as pb
 
-__all__ = ["CHUNK_BYTES", "GetRun", "put_messages"]
+__all__ = ["CHUNK_BYTES", "GetRun", "PutRun", "put_messages"]
 
 #: Bytes in one message of a put. Handling a message costs some 0.1 ms whatever its size, so that
 #: chunks far below 1 MiB cost speed; far above it a message needs fresh memory from the kernel each
@@ -42,28 +42,47 @@ def put_messages(
     """The encoded messages of one Put. A page is taken from `pages` when the bytes before it are
     out.
     """
-    chunk_bytes = max(min(chunk_bytes, opening.message_bytes_max - _HEAD_BYTES), 1)
-    head = pb.PutRequest(open=_opening(opening))
-    pieces: list[memoryview] = []
-    room, sent = chunk_bytes, 0
+    run = PutRun(opening, chunk_bytes)
     for page in pages:
-        if len(head.pages) >= _PAGES_PER_MESSAGE:
-            yield encode_put(head, pieces)
-            sent += sum(map(len, pieces))
-            head, pieces, room = pb.PutRequest(offset=sent), [], chunk_bytes
-        _announce(head, page)
-        room -= _ANNOUNCEMENT_BYTES
+        yield from run.feed(page)
+    yield run.finish()
+
+
+class PutRun:
+    """Takes the pages of one Put and makes its messages."""
+
+    def __init__(self, opening: PutOpening, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._chunk_bytes = max(min(chunk_bytes, opening.message_bytes_max - _HEAD_BYTES), 1)
+        self._head = pb.PutRequest(open=_opening(opening))
+        self._pieces: list[memoryview] = []
+        self._room = self._chunk_bytes
+        self._sent = 0
+
+    def feed(self, page: OutgoingPage) -> Iterator[bytes]:
+        """The messages that are full now; take them all before the next page."""
+        if len(self._head.pages) >= _PAGES_PER_MESSAGE:
+            yield self._message()
+        _announce(self._head, page)
+        self._room -= _ANNOUNCEMENT_BYTES
         data = page.data
-        while len(data) > max(room, 0):
-            piece = data[: max(room, 0)]
-            pieces.append(piece)
-            yield encode_put(head, pieces)
-            sent += sum(map(len, pieces))
+        while len(data) > max(self._room, 0):
+            piece = data[: max(self._room, 0)]
+            self._pieces.append(piece)
+            yield self._message()
             data = data[len(piece) :]
-            head, pieces, room = pb.PutRequest(offset=sent), [], chunk_bytes
-        pieces.append(data)
-        room -= len(data)
-    yield encode_put(head, pieces)
+        self._pieces.append(data)
+        self._room -= len(data)
+
+    def finish(self) -> bytes:
+        """The last message."""
+        return encode_put(self._head, self._pieces)
+
+    def _message(self) -> bytes:
+        message = encode_put(self._head, self._pieces)
+        self._sent += sum(map(len, self._pieces))
+        self._head = pb.PutRequest(offset=self._sent)
+        self._pieces, self._room = [], self._chunk_bytes
+        return message
 
 
 def _opening(opening: PutOpening) -> pb.PutOpen:
@@ -73,6 +92,7 @@ def _opening(opening: PutOpening) -> pb.PutOpen:
         session=opening.hints.session,
         ttl_ms=opening.hints.ttl_ms,
         priority=opening.hints.priority,
+        traceparent=opening.hints.traceparent,
     )
 
 

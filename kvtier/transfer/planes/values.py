@@ -38,11 +38,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What travels with a call and changes nothing of its answer."""
+    """What travels with a call and changes nothing of its answer. `traceparent` is W3C's."""
 
     session: str = ""
     ttl_ms: int = 0
     priority: int = 0
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,9 @@ class AnnouncedPage(NamedTuple):
 
 
 class PageSink(Protocol):
-    """Where a get delivers. Called by one task, in key order for each method; must not block."""
+    """Where a get delivers. Called by one task, in key order for each method; only `settle` may
+    take long, and it does not hold up the event loop.
+    """
 
     def announce(self, index: int, page: AnnouncedPage) -> None:
         """The outcome of key `index`. Called once for every key."""
@@ -111,6 +114,9 @@ class PageSink(Protocol):
 
     def complete(self, index: int) -> None:
         """All bytes of page `index` are where `begin` said."""
+
+    async def settle(self) -> None:
+        """Deals with the pages that are complete; awaited before more bytes are taken in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,98 @@
+"""Whose pages they are, and whether the bytes in a slot are the page that the index says.
+
+`Identity` is what a page's sum is bound to beside its own key; `load` is the only reader of records
+in host memory: a get, a put that meets an existing page and a scrub all go through it. Functions
+without state: any thread, while the caller holds a Reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvtier.core.handles import Reading
+from kvtier.core.page import PageMeta
+from kvtier.errors import CorruptRecord
+from kvtier.packing.checksum import verify_payload
+from kvtier.packing.layout import Layout
+from kvtier.packing.record import HEADER_BYTES, RecordHeader, decode_header
+from kvtier.tiers.host import HostArena
+
+__all__ = ["Copy", "Identity", "Place", "Verify", "load"]
+
+
+class Verify(IntEnum):
+    """Whether payload sums are checked when a page leaves host memory (on the way in they always
+    are).
+    """
+
+    ALWAYS = 1
+    SAMPLED = 2
+    OFF = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """One shard of one family in one namespace generation."""
+
+    fingerprint: bytes
+    generation: int
+    shard: int
+
+    def payload_ok(self, payload: memoryview, meta: PageMeta | RecordHeader) -> bool:
+        """The bytes are what the maker of this page summed up."""
+        return verify_payload(
+            payload,
+            meta.payload_sum,
+            key=meta.key,
+            fingerprint=self.fingerprint,
+            namespace_generation=self.generation,
+            shard=self.shard,
+            codec=meta.codec,
+            length=meta.length,
+        )
+
+    def made(self, header: RecordHeader) -> bool:
+        """The record belongs to this shard of this namespace generation."""
+        return (header.fingerprint, header.namespace_generation, header.shard) == (
+            self.fingerprint,
+            self.generation,
+            self.shard,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place(Identity):
+    """What a handle names: an identity, its number in the store, and what its pages look like."""
+
+    namespace: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A record that passed: its header, and its payload as a view of the arena."""
+
+    header: RecordHeader
+    payload: memoryview
+
+
+def load(
+    arena: HostArena, identity: Identity, reading: Reading, key: bytes, *, check_payload: bool
+) -> Copy | None:
+    """The copy that `reading` holds, if header and payload are what the index says they are.
+
+    The header is always checked, the payload's sum if `check_payload`.
+    """
+    try:
+        header = decode_header(arena.view(reading.ref.slot, 0, HEADER_BYTES))
+    except CorruptRecord:
+        return None
+    if header.ref != reading.ref or header.key != key or not identity.made(header):
+        return None
+    if (header.length, header.codec) != (reading.length, reading.codec):
+        return None
+    payload = arena.view(reading.ref.slot, HEADER_BYTES, header.length)
+    if check_payload and not identity.payload_ok(payload, header):
+        return None
+    return Copy(header, payload)
