@@ -12,7 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +84,22 @@ async def time_lookups(ns: kvtier.aio.AsyncNamespace, pages: int, calls: int) ->
     return times
 
 
+@contextmanager
+def another_process_putting(url: str, pages: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "benchmarks.million_pages", "--put-to", url]
+    with subprocess.Popen([*command, "--pages", str(pages)]) as putter:
+        time.sleep(2)  # until it has connected and puts
+        try:
+            yield
+        finally:
+            putter.kill()
+
+
+async def put_more(url: str, pages: int) -> None:
+    async with kvtier.aio.connect(url, deadline=30.0) as kv:
+        await put_pages(await kv.namespace(LAYOUT, tenant="bench"), pages, 2 * pages)
+
+
 async def measure(url: str, pid: int, pages: int) -> dict[str, object]:
     before = resident_bytes(pid)
     async with kvtier.aio.connect(url, deadline=30.0) as kv:
@@ -90,12 +110,8 @@ async def measure(url: str, pid: int, pages: int) -> dict[str, object]:
         put_s = time.perf_counter() - started
         per_page = (resident_bytes(pid) - before) / stored
         quiet = await time_lookups(ns, pages, 500)
-        async with kvtier.aio.connect(url, deadline=30.0) as other:
-            busy_ns = await other.namespace(LAYOUT, tenant="bench")
-            putting = asyncio.create_task(put_pages(busy_ns, pages, pages + pages // 4))
+        with another_process_putting(url, pages):
             busy = await time_lookups(ns, pages, 500)
-            putting.cancel()
-            await asyncio.gather(putting, return_exceptions=True)
     return {
         "pages": stored,
         "daemon bytes a page": per_page,
@@ -110,7 +126,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pages", type=int, default=1_000_000)
     parser.add_argument("--json")
+    parser.add_argument("--put-to", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.put_to:
+        asyncio.run(put_more(arguments.put_to, arguments.pages))
+        return
     slabs = -(-arguments.pages // (SLAB_BYTES // SLOT))
     with daemon(f"host.bytes={slabs * SLAB_BYTES}") as (url, pid, ready_s):
         row = asyncio.run(measure(url, pid, arguments.pages))

@@ -14,7 +14,7 @@ from kvtier.client.buffers import Allocated, Request, Rows
 from kvtier.client.codec_thread import require_torch
 from kvtier.client.keys import KeyChain, checked_keys
 from kvtier.client.reading import GetOptions
-from kvtier.client.tensors import rows_of
+from kvtier.client.tensors import check_dtype, rows_of
 from kvtier.client.writing import PutOptions
 from kvtier.core.page import Codec, Durability
 from kvtier.errors import LimitExceeded
@@ -99,6 +99,7 @@ class GetCall:
             accept = (Codec.RAW, Codec.FP8)
         if Codec.FP8 in accept:
             require_torch()
+        check_dtype(out, "out", layout)
         request = Request(name="out", count=len(checked), nbytes=layout.raw_bytes, writable=True)
         return cls(
             keys=checked,
@@ -138,6 +139,7 @@ class PutCall:
         if isinstance(keys, KeyChain) and is_chain:
             parent = keys.parent if parent is None else parent
             depth = keys.depth if depth is None else depth
+        check_dtype(pages, "pages", layout)
         request = Request(name="pages", count=len(checked), nbytes=layout.raw_bytes, writable=False)
         return cls(
             keys=checked,

@@ -32,12 +32,13 @@ from kvtier.client.buffers import (
     size_error,
 )
 from kvtier.client.overlap import Footprint
-from kvtier.errors import PageSizeError
+from kvtier.errors import LayoutError, PageSizeError
+from kvtier.packing.layout import Layout
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TensorRows", "rows_of"]
+__all__ = ["TensorRows", "check_dtype", "rows_of"]
 
 
 def rows_of(memory: object, request: Request, at: object = None) -> Rows:
@@ -57,6 +58,27 @@ def rows_of(memory: object, request: Request, at: object = None) -> Rows:
             remedy="pass memory with room for every page, each in a place of its own",
         )
     return rows
+
+
+def check_dtype(memory: object, name: str, layout: Layout) -> None:
+    """Raises LayoutError for floating-point memory of another dtype than the layout's.
+
+    As many bytes of another format would be stored without a word and come back as other numbers.
+    Bytes and integers are taken for raw memory.
+    """
+    known = {segment.dtype for segment in layout.segments}
+    for item in memory if isinstance(memory, list | tuple) else [memory]:
+        if is_tensor(item):
+            dtype = str(item.dtype).removeprefix("torch.")
+        elif isinstance(item, np.ndarray):
+            dtype = item.dtype.name
+        else:
+            continue
+        if "float" in dtype and dtype not in known:
+            raise LayoutError(
+                f"{name} is {dtype}, the layout has {', '.join(sorted(known))}",
+                remedy="convert it, or pass it as uint8 if the bytes are what the layout says",
+            )
 
 
 def _rows(memory: object, request: Request, at: object) -> Rows:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvtier.core.page import Codec, GetCode
 from kvtier.daemon.admission import ByteBudget
 from kvtier.daemon.node import Node
-from kvtier.errors import Busy, DeadlineExceeded
+from kvtier.errors import Busy, DeadlineExceeded, LimitExceeded
 from kvtier.transfer.outlet import Outgoing, Outlet
 from kvtier.transfer.place import Place
 from kvtier.transfer.wire import encode_get
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 #: Announcements in one message at most; also how often a run of misses lets the loop breathe.
 _PAGES_PER_MESSAGE = 1024
+_ACCEPT_MAX = 64
 _CODECS = {int(codec): codec for codec in Codec}
 
 
@@ -43,6 +44,11 @@ async def get(
 ) -> None:
     """Raises DeadlineExceeded when the reader stands still."""
     idle_s = node.config.limits.get_idle_ms / 1000
+    if len(request.accept) > _ACCEPT_MAX:
+        raise LimitExceeded(
+            f"accept has {len(request.accept)} entries, the limit is {_ACCEPT_MAX}",
+            remedy="Name each codec once.",
+        )
     # Codecs that this version does not know are none it could send.
     accept = frozenset(_CODECS[number] for number in request.accept if number in _CODECS)
     outlet = Outlet(

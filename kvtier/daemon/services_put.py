@@ -26,8 +26,8 @@ __all__ = ["put"]
 
 #: Bytes taken between two looks at the clock, and the longest stretch without a turn for others.
 _SLICE_BYTES = 128 << 10
-_SLICE_PAGES = 16
-_STRETCH_S = 0.002
+_SLICE_PAGES = 8
+_STRETCH_S = 0.0005
 _CODECS = {int(codec): codec for codec in Codec}
 
 

@@ -131,10 +131,10 @@ def many_buffers(layout, count):
 
 
 def mixed(layout, count):
-    kinds = [bytearray(layout.raw_bytes), np.zeros(layout.raw_bytes // 4, np.float32)]
+    kinds = [bytearray(layout.raw_bytes), np.zeros(layout.raw_bytes // 4, np.uint32)]
     kinds.append(array.array("d", [0.0] * (layout.raw_bytes // 8)))
     kinds.append(memoryview(bytearray(layout.raw_bytes)))
-    kinds.append(np.zeros((layout.raw_bytes // 4, 2), np.float32)[:, 0])
+    kinds.append(np.zeros((layout.raw_bytes // 4, 2), np.uint32)[:, 0])
     return kinds[:count]
 
 
@@ -203,7 +203,7 @@ def test_a_miss_leaves_the_other_pages_right(ns, layout, make_pages):
         (np.zeros((3, 1024), np.uint8), "has 3072 bytes, needed are 2048"),
         ([bytearray(1024)], "has 1 pages, needed are 2"),
         ([bytearray(1024), bytearray(1023)], r"out\[1\]: its size has 1023 bytes, needed are 1024"),
-        ([bytearray(1024), np.zeros(9)], r"out\[1\]: page 0 has 72 bytes, needed are 1024"),
+        ([bytearray(1024), np.zeros(9, np.int64)], r"out\[1\]: page 0 has 72 bytes, needed are 1024"),
         ([bytearray(1024), None], r"out\[1\] is None"),
         (bytes(2048), "read-only"),
         ([bytearray(1024), bytes(1024)], r"out\[1\] is read-only"),

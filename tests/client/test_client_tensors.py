@@ -99,7 +99,7 @@ def test_a_slice_of_rows_and_a_tensor_with_grad(ns):
         (lambda: torch.zeros(1024, dtype=torch.uint8).expand(2, 1024), "share memory"),
         (lambda: torch.zeros(2048, 2, dtype=torch.uint8)[:, 0], "strided"),
         (lambda: torch.zeros(2, 1024, dtype=torch.uint8).to_sparse(), "sparse"),
-        (lambda: torch.tensor(1.0), "has 4 bytes, needed are 2048"),
+        (lambda: torch.tensor(1, dtype=torch.int32), "has 4 bytes, needed are 2048"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(ns, make, match):
@@ -235,3 +235,15 @@ def test_a_lease_gives_segments(ns):
         assert torch.equal(first["k"], pages[0, 0])
         assert torch.equal(second["v"], pages[1, 1])
         assert first["k"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_numbers_of_another_format_are_refused(ns, dtype):
+    """As many bytes of another format would come back as other numbers."""
+    pages = random_pages(3).view(torch.int16).view(torch.uint8).view(dtype)
+    keys = ns.keys(range(12))
+    with pytest.raises(kvtier.LayoutError, match="the layout has bfloat16"):
+        ns.put(keys, pages)
+    with pytest.raises(kvtier.LayoutError, match="the layout has bfloat16"):
+        ns.get(keys, out=[page.numpy() for page in pages])
+    assert ns.put(keys, pages.view(torch.uint8)).stored == 3

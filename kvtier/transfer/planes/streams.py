@@ -30,7 +30,7 @@ CHUNK_BYTES: Final = 1 << 20
 _ANNOUNCEMENT_BYTES: Final = 128
 
 #: Announcements in one message: the daemon takes them in one stretch, some 10 us each.
-_PAGES_PER_MESSAGE: Final = 256
+_PAGES_PER_MESSAGE: Final = 64
 
 #: More than a message has around its pages and their bytes.
 _HEAD_BYTES: Final = 1024
