@@ -203,7 +203,10 @@ def test_a_miss_leaves_the_other_pages_right(ns, layout, make_pages):
         (np.zeros((3, 1024), np.uint8), "has 3072 bytes, needed are 2048"),
         ([bytearray(1024)], "has 1 pages, needed are 2"),
         ([bytearray(1024), bytearray(1023)], r"out\[1\]: its size has 1023 bytes, needed are 1024"),
-        ([bytearray(1024), np.zeros(9, np.int64)], r"out\[1\]: page 0 has 72 bytes, needed are 1024"),
+        (
+            [bytearray(1024), np.zeros(9, np.int64)],
+            r"out\[1\]: page 0 has 72 bytes, needed are 1024",
+        ),
         ([bytearray(1024), None], r"out\[1\] is None"),
         (bytes(2048), "read-only"),
         ([bytearray(1024), bytes(1024)], r"out\[1\] is read-only"),
