@@ -19,6 +19,9 @@ __all__ = ["CONFIG_VARIABLE", "DEFAULT_SOURCE", "Effective", "load"]
 #: Names the file when no `--config` is given.
 CONFIG_VARIABLE = "KVTIER_CONFIG"
 DEFAULT_SOURCE = "default"
+#: Variables with our prefix that are no settings of the daemon: the file, and what the benchmarks
+#: and tests are told.
+_OF_OTHERS = frozenset((CONFIG_VARIABLE, "KVTIER_TRACES", "KVTIER_SIM_SEEDS"))
 
 _PREFIX = "KVTIER_"
 _LINE = re.compile(r"\(at line (\d+)")
@@ -136,7 +139,7 @@ def _read_environment(
     by_variable = {setting.variable: setting for setting in known.values()}
     in_kubernetes = re.match(r"(tcp|udp|sctp)://", environ.get("KVTIER_PORT", "")) is not None
     for variable in sorted(environ):
-        if not variable.upper().startswith(_PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.upper().startswith(_PREFIX) or variable in _OF_OTHERS:
             continue
         if in_kubernetes and _KUBERNETES.fullmatch(variable):
             continue

@@ -330,3 +330,8 @@ def test_values_that_do_not_go_together(overrides, blamed, other):
         load(environ={}, overrides=overrides)
     assert str(caught.value).startswith(f"{blamed} = ")
     assert f"{other}, which is " in str(caught.value)
+
+
+def test_the_variables_of_the_benchmarks_are_no_settings():
+    environ = {"KVTIER_TRACES": "/somewhere", "KVTIER_SIM_SEEDS": "5"}
+    assert load(environ=environ).config == Config()

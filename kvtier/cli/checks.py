@@ -55,7 +55,7 @@ def run_checks(effective: Effective, url: str) -> list[Finding]:
     checks: list[Callable[[], Finding]] = [
         _python,
         lambda: _extra("torch", "fp8 packing by torch and tensors in the client"),
-        lambda: _extra("numba", "fast fp8 packing on CPUs"),
+        lambda: _extra("prometheus_client", "kvtier serve", "pip install 'kvtier[daemon]'"),
         _memfd,
         _populate,
         lambda: _huge_pages(host_bytes),
@@ -88,10 +88,10 @@ def _python() -> Finding:
     return _ok("python", found)
 
 
-def _extra(name: str, use: str) -> Finding:
+def _extra(name: str, use: str, remedy: str = "") -> Finding:
     # Looked up, not imported: importing torch takes seconds.
     if importlib.util.find_spec(name) is None:
-        return _warn(name, f"not installed; needed for {use}", f"pip install {name}")
+        return _warn(name, f"not installed; needed for {use}", remedy or f"pip install {name}")
     try:
         return _ok(name, version(name))
     except PackageNotFoundError:
