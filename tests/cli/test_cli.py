@@ -315,8 +315,8 @@ def test_doctor(kvtier, daemon, tmp_path):
     result = kvtier("doctor", *words, "--json")
     findings = {item["check"]: item for item in json.loads(result.stdout)}
     assert result.returncode == 0, result.stdout
-    expected = {"python", "torch", "prometheus_client", "memfd", "populate", "hugepages", "memory", "/dev/shm",
-                "open files", "directory", "daemon", "clock"}  # fmt: skip
+    expected = {"python", "torch", "prometheus_client", "memfd", "populate", "hugepages", "memory",
+                "/dev/shm", "open files", "directory", "daemon", "clock"}  # fmt: skip
     assert set(findings) == expected
     for item in findings.values():
         assert item["grade"] in ("ok", "warn", "fail")
