@@ -177,7 +177,7 @@ def test_nobody_there(kvtier, tmp_path):
     assert "scheme" in failed(kvtier("status", "--url", "http://127.0.0.1:1"), 2)
 
 
-@pytest.mark.parametrize("length", [0, 1, 968, 969, 1992, 1993, 5_000_000])
+@pytest.mark.parametrize("length", [0, 968, 969, 5_000_000])
 def test_a_file_through_the_cache(kvtier, daemon, tmp_path, length):
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(os.urandom(length))
@@ -216,7 +216,7 @@ def open_pages(connection, kilobytes: int = 1):
     return connection.namespace(layout, tenant="default")
 
 
-@pytest.mark.parametrize("lost", ["nothing", "the tail", "the head", "all"])
+@pytest.mark.parametrize("lost", ["nothing", "the tail"])
 def test_another_file_under_the_same_key_is_never_mixed_with_the_old_one(
     kvtier, daemon, tmp_path, lost
 ):

@@ -24,9 +24,9 @@ STEPS = 1200
 
 
 def test_seeds() -> None:
-    stored, hits, flips, corrupt = run_seeds(range(60), STEPS)
-    assert stored > 2000
-    assert hits > 1000
+    stored, hits, flips, corrupt = run_seeds(range(24), STEPS)
+    assert stored > 1000
+    assert hits > 500
     assert flips > 100
     assert corrupt > 10
 
