@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from hypothesis import settings
 
 from kvtier.testing.leaks import leak_audit
 
@@ -15,6 +16,10 @@ __all__ = ["leak_audit"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# How long an example takes says something about the machine, not about the code.
+settings.register_profile("kvtier", deadline=None, print_blob=True)
+settings.load_profile("kvtier")
 
 REPO = Path(__file__).resolve().parent.parent
 
