@@ -18,37 +18,40 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from kvtier.config_kinds import (
-    Choice,
-    Directory,
-    Kind,
-    ListenAddresses,
-    MetricsAddress,
-    Seconds,
-    Size,
-    Whole,
+from kvtier.config_fields import GIB, KIB, MIB, TIB, seconds, size, whole
+from kvtier.config_kinds import Choice, Directory, Kind, ListenAddresses, MetricsAddress
+from kvtier.config_storage import (
+    PAGE_BYTES_PER_INDEX_ENTRY,
+    CodecName,
+    DirectIo,
+    HostConfig,
+    NvmeConfig,
+    PolicyName,
+    ScrubConfig,
+    Verify,
+    WritePolicy,
 )
 
 __all__ = [
     "PAGE_BYTES_PER_INDEX_ENTRY",
+    "CodecName",
     "Config",
     "DaemonConfig",
+    "DirectIo",
     "GrpcConfig",
     "HostConfig",
     "LimitsConfig",
     "LogFormat",
     "LogLevel",
+    "NvmeConfig",
+    "PolicyName",
+    "ScrubConfig",
     "Setting",
     "Verify",
+    "WritePolicy",
     "process_environment",
     "settings",
 ]
-
-#: The index has one entry for so many bytes of the tier. A record is never shorter (a header block
-#: and at least one block of payload), so the tier is full before its index.
-PAGE_BYTES_PER_INDEX_ENTRY = 8192
-
-_KIB, _MIB, _GIB, _TIB = 2**10, 2**20, 2**30, 2**40
 
 
 class LogLevel(Enum):
@@ -61,12 +64,6 @@ class LogLevel(Enum):
 class LogFormat(Enum):
     LOGFMT = "logfmt"
     JSON = "json"
-
-
-class Verify(Enum):
-    ALWAYS = "always"
-    SAMPLED = "sampled"
-    OFF = "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,22 +99,6 @@ def _default_listen() -> tuple[str, ...]:
     runtime = process_environment().get("XDG_RUNTIME_DIR")
     directory = f"{runtime}/kvtier" if runtime else f"/tmp/kvtier-{os.geteuid()}"
     return (f"unix://{directory}/kvtier.sock",)
-
-
-def _whole(default: int, meaning: str, *, low: int, high: int, unit: str = "") -> Any:
-    return field(
-        default=default, metadata={"kind": Whole(low=low, high=high, unit=unit), "meaning": meaning}
-    )
-
-
-def _size(default: int, meaning: str, *, low: int, high: int) -> Any:
-    return field(default=default, metadata={"kind": Size(low=low, high=high), "meaning": meaning})
-
-
-def _seconds(default: float, meaning: str, *, low: float, high: float) -> Any:
-    return field(
-        default=default, metadata={"kind": Seconds(low=low, high=high), "meaning": meaning}
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,32 +143,8 @@ class DaemonConfig:
             "meaning": "One event a line, on standard error.",
         },
     )
-    drain_deadline_s: float = _seconds(
+    drain_deadline_s: float = seconds(
         10.0, "After SIGTERM, calls under way get this long to end.", low=0.0, high=3600.0
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostConfig:
-    """The host-memory tier."""
-
-    bytes: int = _size(
-        4 * _GIB,
-        "Capacity of the arena, record headers included. It is cut into slabs of 64 MiB or "
-        "somewhat more (below that, one slab); a page must fit into one.",
-        low=_MIB,
-        high=64 * _TIB,
-    )
-    verify: Verify = field(
-        default=Verify.ALWAYS,
-        metadata={
-            "kind": Choice(members=Verify),
-            "meaning": "Which pages are checked against their checksum when they are sent. "
-            "When they are stored, all are.",
-        },
-    )
-    sample_one_in: int = _whole(
-        16, 'With verify = "sampled": one page in so many is checked.', low=2, high=1_000_000
     )
 
 
@@ -195,84 +152,82 @@ class HostConfig:
 class LimitsConfig:
     """A bound on everything. GetCapabilities tells clients those they must keep."""
 
-    keys_per_call_max: int = _whole(
+    keys_per_call_max: int = whole(
         65_536, "Keys in one Lookup, Get, Delete or Pin.", low=1, high=1_000_000, unit="keys"
     )
-    pages_per_put_max: int = _whole(
-        16_384, "Pages in one Put.", low=1, high=1_000_000, unit="pages"
+    pages_per_put_max: int = whole(16_384, "Pages in one Put.", low=1, high=1_000_000, unit="pages")
+    bytes_per_call_max: int = size(
+        4 * GIB, "Payload bytes in one Put or Get.", low=4 * KIB, high=TIB
     )
-    bytes_per_call_max: int = _size(
-        4 * _GIB, "Payload bytes in one Put or Get.", low=4 * _KIB, high=_TIB
+    message_bytes_max: int = size(
+        16 * MIB, "The longest message that is taken.", low=64 * KIB, high=GIB
     )
-    message_bytes_max: int = _size(
-        16 * _MIB, "The longest message that is taken.", low=64 * _KIB, high=_GIB
-    )
-    chunk_bytes: int = _size(
-        2 * _MIB,
+    chunk_bytes: int = size(
+        2 * MIB,
         "Payload bytes in one message of a Get. Stock gRPC clients refuse messages over 4 MiB.",
-        low=4 * _KIB,
-        high=512 * _MIB,
+        low=4 * KIB,
+        high=512 * MIB,
     )
-    rpcs_max: int = _whole(
+    rpcs_max: int = whole(
         1_024,
         "Short calls under way at once; more are answered Busy.",
         low=1,
         high=100_000,
         unit="calls",
     )
-    streams_max: int = _whole(
+    streams_max: int = whole(
         256,
         "Put, Get, Watch and Verify streams at once; more are Busy.",
         low=1,
         high=100_000,
         unit="calls",
     )
-    bytes_under_way_max: int = _size(
-        8 * _GIB,
+    bytes_under_way_max: int = size(
+        8 * GIB,
         "Payload bytes of all Puts and Gets under way; more are Busy.",
-        low=4 * _KIB,
-        high=64 * _TIB,
+        low=4 * KIB,
+        high=64 * TIB,
     )
-    sessions_max: int = _whole(
+    sessions_max: int = whole(
         4_096, "Client sessions at once.", low=1, high=1_000_000, unit="sessions"
     )
-    handles_per_session_max: int = _whole(
+    handles_per_session_max: int = whole(
         1_024, "Namespace handles of one session.", low=1, high=100_000, unit="handles"
     )
-    namespaces_max: int = _whole(
+    namespaces_max: int = whole(
         4_096, "Namespaces known to the daemon.", low=1, high=60_000, unit="namespaces"
     )
-    lease_ms_default: int = _whole(
+    lease_ms_default: int = whole(
         10_000, "Life of a lease that names none.", low=1, high=86_400_000, unit="ms"
     )
-    lease_ms_max: int = _whole(
+    lease_ms_max: int = whole(
         600_000,
         "The longest life of a lease; a Pin that asks for more is told what it got.",
         low=1,
         high=86_400_000,
         unit="ms",
     )
-    session_ttl_s: float = _seconds(
+    session_ttl_s: float = seconds(
         300.0,
         "A session without a call for so long is closed, with its leases.",
         low=0.05,
         high=86_400.0,
     )
-    put_idle_ms: int = _whole(
+    put_idle_ms: int = whole(
         10_000,
         "A Put that sends nothing for so long is ended and its pages dropped.",
         low=10,
         high=3_600_000,
         unit="ms",
     )
-    get_idle_ms: int = _whole(
+    get_idle_ms: int = whole(
         10_000,
         "A Get or Watch whose reader takes nothing for so long is ended.",
         low=10,
         high=3_600_000,
         unit="ms",
     )
-    watch_events_max: int = _whole(
+    watch_events_max: int = whole(
         65_536,
         "Events held for one slow watcher before its stream is ended.",
         low=16,
@@ -285,10 +240,10 @@ class LimitsConfig:
 class GrpcConfig:
     """Keepalive of the gRPC connections. Clients may ping as often as they like."""
 
-    keepalive_time_s: float = _seconds(
+    keepalive_time_s: float = seconds(
         30.0, "A silent connection is pinged after so long.", low=1.0, high=86_400.0
     )
-    keepalive_timeout_s: float = _seconds(
+    keepalive_timeout_s: float = seconds(
         20.0, "A ping unanswered for so long ends the connection.", low=1.0, high=3_600.0
     )
 
@@ -299,6 +254,8 @@ class Config:
 
     daemon: DaemonConfig = field(default_factory=DaemonConfig)
     host: HostConfig = field(default_factory=HostConfig)
+    nvme: NvmeConfig = field(default_factory=NvmeConfig)
+    scrub: ScrubConfig = field(default_factory=ScrubConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     grpc: GrpcConfig = field(default_factory=GrpcConfig)
 

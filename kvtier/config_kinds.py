@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import math
+import os
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 __all__ = [
     "Choice",
+    "Directories",
     "Directory",
     "Kind",
     "ListenAddress",
@@ -196,13 +198,43 @@ class Directory:
             raise ValueError(f"not a path ({type(raw).__name__})")
         if "\0" in raw or not raw.startswith("/"):
             raise ValueError("not an absolute path")
+        if not raw.isascii() and any("\ud800" <= letter <= "\udfff" for letter in raw):
+            raise ValueError("not UTF-8 text")
         return Path(raw)
 
     def parse_text(self, text: str) -> Path:
         return self.parse(text)
 
     def to_toml(self, value: Path) -> str:
-        return json.dumps(str(value))
+        return _toml_text(str(value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directories:
+    """Absolute paths, none twice; the list may be empty. As text: separated by commas."""
+
+    items_max: int
+    unit: str = ""
+
+    @property
+    def allowed(self) -> str:
+        return f"a list of up to {self.items_max} absolute paths"
+
+    def parse(self, raw: object) -> tuple[Path, ...]:
+        if not isinstance(raw, list):
+            raise ValueError(f"not a list ({type(raw).__name__})")
+        paths = tuple(Directory().parse(item) for item in raw)
+        if len(paths) > self.items_max:
+            raise ValueError(f"{len(paths)} paths")
+        if len({Path(os.path.normpath(path)) for path in paths}) != len(paths):
+            raise ValueError("a path is there twice")
+        return paths
+
+    def parse_text(self, text: str) -> tuple[Path, ...]:
+        return self.parse([item.strip() for item in text.split(",")] if text.strip() else [])
+
+    def to_toml(self, value: tuple[Path, ...]) -> str:
+        return "[" + ", ".join(_toml_text(str(path)) for path in value) + "]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +331,11 @@ def size_text(value: int) -> str:
         if value >= factor and value % factor == 0:
             return f"{value // factor}{unit}"
     return str(value)
+
+
+def _toml_text(value: str) -> str:
+    """A basic string. TOML takes JSON's escapes, but no pairs of surrogates and no bare DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _whole_of(text: str) -> int:

@@ -14,14 +14,16 @@ from kvtier.config import Config, Setting, settings
 from kvtier.config_kinds import parse_listen
 from kvtier.errors import InvalidConfigValue, UnknownConfigKey
 
-__all__ = ["CONFIG_VARIABLE", "DEFAULT_SOURCE", "Effective", "load"]
+__all__ = ["CONFIG_VARIABLE", "CRASH_VARIABLE", "DEFAULT_SOURCE", "Effective", "load"]
 
 #: Names the file when no `--config` is given.
 CONFIG_VARIABLE = "KVTIER_CONFIG"
+#: Where the daemon is to die, for tests (tiers/crash_points.py).
+CRASH_VARIABLE = "KVTIER_CRASH_POINT"
 DEFAULT_SOURCE = "default"
 #: Variables with our prefix that are no settings of the daemon: the file, and what the benchmarks
 #: and tests are told.
-_OF_OTHERS = frozenset((CONFIG_VARIABLE, "KVTIER_TRACES", "KVTIER_SIM_SEEDS"))
+_OF_OTHERS = frozenset((CONFIG_VARIABLE, CRASH_VARIABLE, "KVTIER_TRACES", "KVTIER_SIM_SEEDS"))
 
 _PREFIX = "KVTIER_"
 _LINE = re.compile(r"\(at line (\d+)")

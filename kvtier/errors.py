@@ -20,6 +20,7 @@
     │   └── LeaseUnknown
     ├── ResourceError
     │   ├── Busy                  no room that may be taken now
+    │   ├── NotDurable            stored in host memory, but not on NVMe as asked
     │   └── NotEnoughMemory       the machine cannot give what the configuration asks for
     ├── AvailabilityError
     │   ├── DaemonUnavailable     nobody answers at this address
@@ -69,6 +70,7 @@ __all__ = [
     "NamespaceError",
     "NamespaceMismatch",
     "NonFinite",
+    "NotDurable",
     "NotEnoughMemory",
     "NotImplementedYet",
     "PageSizeError",
@@ -156,6 +158,9 @@ class ResourceError(KvtierError): ...
 
 
 class Busy(ResourceError): ...
+
+
+class NotDurable(ResourceError): ...
 
 
 class NotEnoughMemory(ResourceError): ...

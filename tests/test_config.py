@@ -186,26 +186,25 @@ def refused(caught, name: str, source: str) -> None:
     assert SETTINGS[name].kind.allowed in caught.value.remedy
 
 
-@pytest.mark.parametrize("value", ["banana", "-1", "1e99", "", "nan", "0x10", "1_0", "\uff11"])
 @pytest.mark.parametrize("name", NUMBERS)
-def test_text_that_is_no_number_in_range(name, value):
+def test_text_that_is_no_number_in_range(name):
     setting = SETTINGS[name]
-    with pytest.raises(InvalidConfigValue) as caught:
-        load(environ={setting.variable: value})
-    refused(caught, name, f"environment {setting.variable}")
-    with pytest.raises(InvalidConfigValue) as caught:
-        load(environ={}, overrides=[f"{name}={value}"])
-    refused(caught, name, f"--set {name}")
+    for value in ("banana", "-1", "1e99", "", "nan", "0x10", "1_0", "\uff11"):
+        with pytest.raises(InvalidConfigValue) as caught:
+            load(environ={setting.variable: value})
+        refused(caught, name, f"environment {setting.variable}")
+        with pytest.raises(InvalidConfigValue) as caught:
+            load(environ={}, overrides=[f"{name}={value}"])
+        refused(caught, name, f"--set {name}")
 
 
-@pytest.mark.parametrize(
-    "value", ["'banana'", "-1", "1e99", "true", "[]", "[1]", "nan", "inf", "1979-05-27", "''"]
-)
 @pytest.mark.parametrize("name", NUMBERS)
-def test_toml_of_the_wrong_type_or_range(tmp_path, name, value):
-    with pytest.raises(InvalidConfigValue) as caught:
-        from_file(tmp_path, toml_line(name, value))
-    refused(caught, name, f"file {tmp_path / 'kvtier.toml'}")
+def test_toml_of_the_wrong_type_or_range(tmp_path, name):
+    no_numbers = ("'banana'", "true", "[]", "[1]", "1979-05-27", "''")
+    for value in (*no_numbers, "-1", "1e99", "nan", "inf"):
+        with pytest.raises(InvalidConfigValue) as caught:
+            from_file(tmp_path, toml_line(name, value))
+        refused(caught, name, f"file {tmp_path / 'kvtier.toml'}")
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -219,11 +218,11 @@ def test_just_outside_the_range(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if isinstance(SETTINGS[n].kind, Choice)])
-@pytest.mark.parametrize("value", ["'banana'", "1", "true", "'ALWAYS '", "[]"])
-def test_no_member_of_the_choice(tmp_path, name, value):
-    with pytest.raises(InvalidConfigValue) as caught:
-        from_file(tmp_path, toml_line(name, value))
-    refused(caught, name, f"file {tmp_path / 'kvtier.toml'}")
+def test_no_member_of_the_choice(tmp_path, name):
+    for value in ("'banana'", "1", "true", "'ALWAYS '", "[]"):
+        with pytest.raises(InvalidConfigValue) as caught:
+            from_file(tmp_path, toml_line(name, value))
+        refused(caught, name, f"file {tmp_path / 'kvtier.toml'}")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,18 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from kvtier._version import __version__
-from kvtier.cli import config_command, doctor, metrics_command, pages, serve, status
+from kvtier.cli import (
+    config_command,
+    doctor,
+    fsck,
+    inspect_command,
+    metrics_command,
+    pages,
+    quarantine,
+    serve,
+    status,
+    verify,
+)
 from kvtier.errors import ConfigError, InvalidInput, KvtierError
 
 __all__ = ["ENTRY_POINTS", "main"]
@@ -33,6 +44,10 @@ _BUILT_IN = {
     "status": status.register,
     "put": pages.register_put,
     "get": pages.register_get,
+    "verify": verify.register,
+    "quarantine": quarantine.register,
+    "fsck": fsck.register,
+    "inspect": inspect_command.register,
     "doctor": doctor.register,
     "config": config_command.register,
     "metrics": metrics_command.register,

@@ -11,11 +11,11 @@ import stat
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kvtier.cli.checks_nvme import check_nvme
+from kvtier.cli.finding import Finding, Grade, fail, ok, warn
 from kvtier.client import connect
 from kvtier.config_load import Effective
 from kvtier.core.page import Tier
@@ -29,24 +29,6 @@ _PYTHON = (3, 11)
 _FILES_MIN = 4096
 _DAEMON_S = 2.0
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-
-
-class Grade(Enum):
-    """FAIL: the daemon will not run well; WARN: it will, with less than it could have."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line of the report. `remedy` is empty when the grade is OK."""
-
-    check: str
-    grade: Grade
-    found: str
-    remedy: str = ""
 
 
 def run_checks(effective: Effective, url: str) -> list[Finding]:
@@ -66,45 +48,33 @@ def run_checks(effective: Effective, url: str) -> list[Finding]:
         lambda: _daemon(url),
         _clock,
     ]
-    return [check() for check in checks]
-
-
-def _ok(check: str, found: str) -> Finding:
-    return Finding(check=check, grade=Grade.OK, found=found)
-
-
-def _warn(check: str, found: str, remedy: str) -> Finding:
-    return Finding(check=check, grade=Grade.WARN, found=found, remedy=remedy)
-
-
-def _fail(check: str, found: str, remedy: str) -> Finding:
-    return Finding(check=check, grade=Grade.FAIL, found=found, remedy=remedy)
+    return [*(check() for check in checks), *check_nvme(effective.config.nvme)]
 
 
 def _python() -> Finding:
     found = f"{sys.implementation.name} {'.'.join(map(str, sys.version_info[:3]))}"
     if sys.version_info < _PYTHON:
-        return _fail("python", found, "Use Python 3.11 or newer.")
-    return _ok("python", found)
+        return fail("python", found, "Use Python 3.11 or newer.")
+    return ok("python", found)
 
 
 def _extra(name: str, use: str, remedy: str = "") -> Finding:
     # Looked up, not imported: importing torch takes seconds.
     if importlib.util.find_spec(name) is None:
-        return _warn(name, f"not installed; needed for {use}", remedy or f"pip install {name}")
+        return warn(name, f"not installed; needed for {use}", remedy or f"pip install {name}")
     try:
-        return _ok(name, version(name))
+        return ok(name, version(name))
     except PackageNotFoundError:
-        return _ok(name, "installed, without package metadata")
+        return ok(name, "installed, without package metadata")
 
 
 def _memfd() -> Finding:
     try:
         fd = create_sealed("kvtier-doctor", mmap.PAGESIZE, tier=Tier.HOST, huge_pages=False)
     except KvtierError as error:
-        return _fail("memfd", str(error), "kvtier needs Linux 3.17 or newer with memfd_create.")
+        return fail("memfd", str(error), "kvtier needs Linux 3.17 or newer with memfd_create.")
     os.close(fd)
-    return _ok("memfd", "can be made and sealed")
+    return ok("memfd", "can be made and sealed")
 
 
 def _populate() -> Finding:
@@ -112,20 +82,20 @@ def _populate() -> Finding:
         try:
             page.madvise(_POPULATE_WRITE)
         except OSError:
-            return _warn(
+            return warn(
                 "populate",
                 "no MADV_POPULATE_WRITE: the arena is touched page by page",
                 "Linux 5.14 or newer has it; it only makes the start slower.",
             )
-    return _ok("populate", "MADV_POPULATE_WRITE works")
+    return ok("populate", "MADV_POPULATE_WRITE works")
 
 
 def _huge_pages(host_bytes: int) -> Finding:
     free = free_huge_bytes()
     if free >= host_bytes:
-        return _ok("hugepages", f"{mib(free)} free, enough for the arena")
+        return ok("hugepages", f"{mib(free)} free, enough for the arena")
     pages = -(-host_bytes // (2 << 20))
-    return _warn(
+    return warn(
         "hugepages",
         f"{mib(free)} free, the arena needs {mib(host_bytes)}: it will lie in 4 KiB pages",
         f"as root: echo {pages} > /proc/sys/vm/nr_hugepages (faster first touch; optional)",
@@ -137,32 +107,32 @@ def _memory(host_bytes: int) -> Finding:
     needed = host_bytes + RESERVE_BYTES
     found = f"{headroom.limit} leaves {mib(headroom.free_bytes)}; host.bytes asks {mib(host_bytes)}"
     if headroom.free_bytes < needed:
-        return _fail(
+        return fail(
             "memory",
             found,
             f"Lower host.bytes to {mib(max(0, headroom.free_bytes - RESERVE_BYTES))} or less, "
             "free memory, or raise the limit (a running daemon's arena counts as taken).",
         )
-    return _ok("memory", found)
+    return ok("memory", found)
 
 
 def _shared_memory() -> Finding:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
-        return _ok("/dev/shm", f"not there ({error.strerror}); kvtier does not use it")
-    return _ok("/dev/shm", f"{mib(usage.total)}; kvtier does not use it (memfd instead)")
+        return ok("/dev/shm", f"not there ({error.strerror}); kvtier does not use it")
+    return ok("/dev/shm", f"{mib(usage.total)}; kvtier does not use it (memfd instead)")
 
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _FILES_MIN:
-        return _warn(
+        return warn(
             "open files",
             f"limit {soft} (hard {hard}); every client connection takes one",
             f"ulimit -n {_FILES_MIN}, or LimitNOFILE={_FILES_MIN} in the systemd unit",
         )
-    return _ok("open files", f"limit {soft}")
+    return ok("open files", f"limit {soft}")
 
 
 def _directory(path: Path) -> Finding:
@@ -171,32 +141,32 @@ def _directory(path: Path) -> Finding:
     except FileNotFoundError:
         return _parent(path)
     except OSError as error:
-        return _fail("directory", f"{path}: {error.strerror}", "Name another daemon.directory.")
+        return fail("directory", f"{path}: {error.strerror}", "Name another daemon.directory.")
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISDIR(found.st_mode):
-        return _fail("directory", f"{path} is not a directory", "Name another daemon.directory.")
+        return fail("directory", f"{path} is not a directory", "Name another daemon.directory.")
     if found.st_uid != os.geteuid():
-        return _fail(
+        return fail(
             "directory",
             f"{path} belongs to uid {found.st_uid}, you are uid {os.geteuid()}",
             "Run as the owner, or name another daemon.directory.",
         )
     if mode & 0o077:
-        return _fail(
+        return fail(
             "directory", f"{path} has mode {mode:04o}", "name a daemon.directory of its own"
         )
-    return _ok("directory", f"{path}, mode {mode:04o}")
+    return ok("directory", f"{path}, mode {mode:04o}")
 
 
 def _parent(path: Path) -> Finding:
     parent = next(item for item in path.parents if item.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
-        return _fail(
+        return fail(
             "directory",
             f"{path} is not there, and {parent} cannot be written",
             f"Make {path} with mode 0700, or name another daemon.directory.",
         )
-    return _ok("directory", f"{path} is not there yet; the daemon will make it")
+    return ok("directory", f"{path} is not there yet; the daemon will make it")
 
 
 def _daemon(url: str) -> Finding:
@@ -204,10 +174,10 @@ def _daemon(url: str) -> Finding:
         with connect(url, deadline=_DAEMON_S) as connection:
             status = connection.status()
     except KvtierError as error:
-        return _warn("daemon", f"{url}: {error}", f"kvtier serve ({error.remedy})")
+        return warn("daemon", f"{url}: {error}", f"kvtier serve ({error.remedy})")
     if status.warnings:
-        return _warn("daemon", f"{status.state}, but: {'; '.join(status.warnings)}", "See its log.")
-    return _ok("daemon", f"kvtier {status.version} at {url}: {status.state}")
+        return warn("daemon", f"{status.state}, but: {'; '.join(status.warnings)}", "See its log.")
+    return ok("daemon", f"kvtier {status.version} at {url}: {status.state}")
 
 
 def _clock() -> Finding:
@@ -216,5 +186,5 @@ def _clock() -> Finding:
     source = source_file.read_text().strip() if source_file.exists() else "unknown source"
     found = f"monotonic, {source}, resolution {clock.resolution * 1e9:.0f} ns"
     if source in ("hpet", "acpi_pm", "jiffies"):
-        return _warn("clock", found, "A slow clock costs microseconds a call; use tsc if possible.")
-    return _ok("clock", found)
+        return warn("clock", found, "A slow clock costs microseconds a call; use tsc if possible.")
+    return ok("clock", found)

@@ -9,7 +9,7 @@ from kvtier.errors import MissingExtra
 
 __all__ = ["daemon_extra"]
 
-_MODULES = ("grpc_health", "grpc_reflection", "prometheus_client")
+_MODULES = ("aiofiles", "grpc_health", "grpc_reflection", "prometheus_client")
 
 
 @contextmanager

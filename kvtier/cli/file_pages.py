@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Self
 
-from kvtier.client import Namespace, connect
-from kvtier.core.page import GetCode, PutCode
+from kvtier.client import Namespace, PutItem, connect
+from kvtier.core.page import GetCode, PutCode, Tier
 from kvtier.errors import Busy, DaemonUnavailable
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
 
-__all__ = ["FilePages", "Lost"]
+__all__ = ["Fetched", "FilePages", "Lost", "Stored"]
 
 _MAGIC = b"KVTFILE2"
 _HEAD = struct.Struct("<8s32sQQ")  # magic, SHA-256 of the file, its length, bytes of a page
@@ -34,6 +34,25 @@ class Lost(Enum):
     PAGES = "pages are gone of the file under"
     OTHER_BYTES = "the pages are not those of the file that was put under"
     NOT_A_FILE = "what was not made by `kvtier put` is stored under"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What became of a put: the outcome of each page, the first one's last; how many of them are
+    durable; whether another file was replaced.
+    """
+
+    codes: list[PutCode]
+    durable: int
+    is_replaced: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A whole file, and where each of its pages was."""
+
+    content: bytes
+    tiers: list[Tier]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +120,9 @@ class FilePages:
             key_scheme="kvtier-file-2",
         )
 
-    def put(self, content: bytes) -> tuple[list[PutCode], bool]:
-        """(the outcome of each page, the first one's last; whether another file was replaced).
-
-        The first page is put when all others are there, and left out when they are not. Raises Busy
-        when somebody else puts another file under the same key meanwhile.
+    def put(self, content: bytes, *, durable: str) -> Stored:
+        """The first page is put when all others are there, and left out when they are not. Raises
+        Busy when somebody else puts another file under the same key meanwhile.
         """
         size = self._page_bytes
         digest = hashlib.sha256(content).digest()
@@ -113,29 +130,29 @@ class FilePages:
         run = (head.pack() + content).ljust(head.count * size, b"\0")
         first = bytearray(run[:size])
         with self._opened() as pages:
-            codes: list[PutCode] = []
+            items: list[PutItem] = []
             for part in head.tail():
-                codes += self._put(
-                    pages, head.keys(part), run[part.start * size : part.stop * size]
-                )
-            if not all(code.is_stored for code in codes):
-                return codes, False
-            code = self._put_first(pages, first)
-            is_other = code is None
-            if code is None:
+                piece = run[part.start * size : part.stop * size]
+                items += self._put(pages, head.keys(part), piece, durable)
+            if not all(item.is_stored for item in items):
+                return _stored(items, is_replaced=False)
+            item = self._put_first(pages, first, durable)
+            is_other = item is None
+            if item is None:
                 pages.delete([self._key])
-                code = self._put_first(pages, first)
-            if code is None:
+                item = self._put_first(pages, first, durable)
+            if item is None:
                 raise Busy(
                     f"another file was put under {self._key.hex()} at the same time",
                     remedy="Put it again, or under a key of its own.",
                 )
-            return [*codes, code], is_other
+            return _stored([*items, item], is_replaced=is_other)
 
-    def get(self) -> bytes | Lost:
+    def get(self) -> Fetched | Lost:
         """The file, checked against its SHA-256, or why there is none."""
+        tiers: list[Tier] = []
         with self._opened() as pages:
-            first = self._get(pages, [self._key])
+            first = self._get(pages, [self._key], tiers)
             if first is None:
                 return Lost.NO_HEAD
             head = _Head.unpack(first)
@@ -143,34 +160,37 @@ class FilePages:
                 return Lost.NOT_A_FILE
             run = bytearray(first)
             for part in head.tail():
-                piece = self._get(pages, head.keys(part))
-                if piece is None:
+                more = self._get(pages, head.keys(part), tiers)
+                if more is None:
                     return Lost.PAGES
-                run += piece
+                run += more
         content = bytes(memoryview(run)[_HEAD.size : _HEAD.size + head.length])
         if hashlib.sha256(content).digest() != head.digest:
             return Lost.OTHER_BYTES
-        return content
+        return Fetched(content=content, tiers=tiers)
 
-    def _put_first(self, pages: Namespace, first: bytearray) -> PutCode | None:
+    def _put_first(self, pages: Namespace, first: bytearray, durable: str) -> PutItem | None:
         """None: another page has the key (the daemon keeps the page that is there)."""
-        (code,) = self._put(pages, [self._key], first)
-        if code is PutCode.EXISTS and self._get(pages, [self._key]) != first:
+        (item,) = self._put(pages, [self._key], first, durable)
+        if item.reason is PutCode.EXISTS and self._get(pages, [self._key], []) != first:
             return None
-        return code
+        return item
 
     def _put(
-        self, pages: Namespace, keys: Sequence[bytes], run: bytes | bytearray
-    ) -> list[PutCode]:
-        reasons = pages.put(pages.keys_from(keys), run).reasons
-        self._check_answered(reasons)
-        return reasons
+        self, pages: Namespace, keys: Sequence[bytes], run: bytes | bytearray, durable: str
+    ) -> list[PutItem]:
+        result = pages.put(pages.keys_from(keys), run, durable=durable)
+        self._check_answered(result.reasons)
+        return list(result)
 
-    def _get(self, pages: Namespace, keys: Sequence[bytes]) -> bytearray | None:
-        """The pages, one after another; None when one is not there."""
+    def _get(self, pages: Namespace, keys: Sequence[bytes], tiers: list[Tier]) -> bytearray | None:
+        """The pages, one after another, and `tiers` grows by where they were; None when one is not
+        there.
+        """
         run = bytearray(len(keys) * self._page_bytes)
         result = pages.get(pages.keys_from(keys), out=run)
         self._check_answered(result.reasons)
+        tiers += [item.tier for item in result if item.tier is not None]
         return run if result.prefix == len(keys) else None
 
     @contextmanager
@@ -186,3 +206,11 @@ class FilePages:
                 f"the daemon at {self._url} did not answer in time",
                 remedy="See that it runs and listens there (kvtier doctor); raise --timeout.",
             )
+
+
+def _stored(items: Sequence[PutItem], *, is_replaced: bool) -> Stored:
+    return Stored(
+        codes=[item.reason for item in items],
+        durable=sum(item.durable for item in items),
+        is_replaced=is_replaced,
+    )

@@ -8,7 +8,8 @@ is stored last. A put under a key that has another file replaces that file (dele
 get in between is a miss), and says so.
 
 `get` needs the same `--page-bytes` and `--tenant`. It gives back the whole file, checked against
-its SHA-256, or fails with exit code 1, and never leaves half a file.
+its SHA-256, or fails with exit code 1, and never leaves half a file. Which tier each page came from
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.options import add_url, daemon_url
 from kvtier.config_kinds import Size
+from kvtier.errors import NotDurable
 
 if TYPE_CHECKING:
     from kvtier.cli.file_pages import FilePages
+    from kvtier.core.page import Tier
 
 __all__ = ["register_get", "register_put"]
 
@@ -38,6 +44,12 @@ def register_put(commands: Any) -> None:
     """Adds `kvtier put`."""
     parser = commands.add_parser("put", help="store a file as pages", description=__doc__)
     _add_place(parser)
+    parser.add_argument(
+        "--durable",
+        choices=("host", "nvme"),
+        default="host",
+        help="nvme: wait until the file survives the daemon, and fail where it does not",
+    )
     parser.add_argument("file", type=Path)
     parser.set_defaults(run=_put)
 
@@ -96,26 +108,47 @@ def _page_bytes(text: str) -> int:
 
 def _put(arguments: argparse.Namespace) -> int:
     content = arguments.file.read_bytes()
-    codes, is_replaced = _file_pages(arguments).put(content)
-    for code in sorted(set(codes)):
-        print(f"{code.name.lower():18} {codes.count(code)} pages", file=sys.stderr)
-    if is_replaced:
+    put = _file_pages(arguments).put(content, durable=arguments.durable)
+    for code in sorted(set(put.codes)):
+        print(f"{code.name.lower():18} {put.codes.count(code)} pages", file=sys.stderr)
+    if put.is_replaced:
         print("replaced           another file under this key", file=sys.stderr)
-    return 0 if all(code.is_stored for code in codes) else EXIT_FAILED
+    if not all(code.is_stored for code in put.codes):
+        return EXIT_FAILED
+    if arguments.durable == "nvme":
+        print(f"durable            {put.durable} pages", file=sys.stderr)
+        if put.durable < len(put.codes):
+            raise NotDurable(
+                f"{len(put.codes) - put.durable} of {len(put.codes)} pages are not on NVMe",
+                remedy="see the NVMe tier in `kvtier status`; put it again when it has room",
+            )
+    return 0
 
 
 def _get(arguments: argparse.Namespace) -> int:
-    content = _file_pages(arguments).get()
-    if not isinstance(content, bytes):
-        print(f"miss: {content.value} {arguments.key.hex()}", file=sys.stderr)
+    got = _file_pages(arguments).get()
+    if isinstance(got, Enum):
+        print(f"miss: {got.value} {arguments.key.hex()}", file=sys.stderr)
         return EXIT_FAILED
+    for tier, first, last in _runs(got.tiers):
+        pages = f"page {first}" if first == last else f"pages {first}-{last}"
+        print(f"{tier:18} {pages}", file=sys.stderr)
     if arguments.output is None:
-        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.write(got.content)
         return 0
     temporary = arguments.output.with_name(f"{arguments.output.name}.{os.getpid()}.part")
-    temporary.write_bytes(content)
+    temporary.write_bytes(got.content)
     temporary.replace(arguments.output)
     return 0
+
+
+def _runs(tiers: Sequence[Tier]) -> Iterator[tuple[str, int, int]]:
+    """(tier, number of the first page, number of the last) of each run of pages in one tier."""
+    at = 0
+    for tier, run in groupby(tiers):
+        count = len(list(run))
+        yield tier.name.lower(), at, at + count - 1
+        at += count
 
 
 def _file_pages(arguments: argparse.Namespace) -> FilePages:

@@ -25,6 +25,12 @@ def register(commands: Any) -> None:
         metavar="N",
         help='write "READY=1" and a newline to this open descriptor when calls are served',
     )
+    parser.add_argument(
+        "--discard-cache",
+        action="store_true",
+        help="give up what is cached on NVMe (every page of it is then a miss), as after a device "
+        "was exchanged or the format has changed",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -33,4 +39,4 @@ def _run(arguments: argparse.Namespace) -> int:
     with daemon_extra():
         from kvtier.daemon.run import run
 
-    return run(effective, ready_fd=arguments.ready_fd)
+    return run(effective, ready_fd=arguments.ready_fd, discard_cache=arguments.discard_cache)

@@ -5,15 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.options import add_url, daemon_url
+from kvtier.cli.table import table
 from kvtier.config_kinds import size_text
 
 if TYPE_CHECKING:
-    from kvtier.transfer.planes.values import Status
+    from kvtier.transfer.planes.values import (
+        DeviceStatus,
+        NamespaceStatus,
+        SessionStatus,
+        Status,
+        TierStatus,
+    )
 
 __all__ = ["register"]
 
@@ -50,68 +57,79 @@ def _lines(status: Status) -> Iterator[str]:
     yield f"  planes     {', '.join(status.planes) or '-'}"
     for warning in status.warnings:
         yield f"  warning    {warning}"
-    yield ""
-    header = ("tier", "capacity", "ready", "used", "pages", "filling", "quarantined", "pinned")
-    rows = [
-        (
-            _name(tier.tier),
-            size_text(tier.capacity_bytes),
-            f"{_share(tier.ready_bytes, tier.capacity_bytes)}",
-            f"{_share(tier.used_bytes, tier.capacity_bytes)}",
-            str(tier.pages_sealed),
-            str(tier.pages_filling),
-            str(tier.pages_quarantined),
-            str(tier.pages_pinned),
-        )
-        for tier in status.tiers
-    ]
-    yield from _table(header, rows)
-    if status.namespaces:
-        yield ""
-        names = [
-            (
-                space.fingerprint.hex()[:16],
-                space.tenant or "-",
-                space.model_id,
-                space.weights_revision,
-                str(space.generation),
-                str(space.shard_count),
-                str(space.pages),
-            )
-            for space in status.namespaces
-        ]
-        columns = ("namespace", "tenant", "model", "weights", "generation", "shards", "pages")
-        yield from _table(columns, names)
-    if status.sessions:
-        yield ""
-        sessions = [
-            (
-                str(session.session_id),
-                session.client_name or "-",
-                f"{session.idle_s:.0f} s",
-                str(session.handles),
-                str(session.leases),
-            )
-            for session in status.sessions
-        ]
-        yield from _table(("session", "client", "idle", "handles", "leases"), sessions)
     counters = {name: count for name, count in status.counters.items() if count}
-    if counters:
-        yield ""
-        yield from _table(
-            ("counter", "total"), [(name, str(count)) for name, count in sorted(counters.items())]
-        )
+    tables = (
+        (_TIER, [_tier(tier) for tier in status.tiers]),
+        (_DEVICE, [_device(device) for device in status.devices]),
+        (_NAMESPACE, [_namespace(space) for space in status.namespaces]),
+        (_SESSION, [_session(session) for session in status.sessions]),
+        (("counter", "total"), [(name, str(count)) for name, count in sorted(counters.items())]),
+    )
+    for header, rows in tables:
+        if rows:
+            yield ""
+            yield from table(header, rows)
+
+
+_TIER = ("tier", "capacity", "ready", "used", "pages", "filling", "quarantined", "pinned")
+_DEVICE = ("device", "online", "direct I/O", "capacity", "on disk", "reason")
+_NAMESPACE = ("namespace", "tenant", "model", "weights", "generation", "shards", "pages")
+_SESSION = ("session", "client", "idle", "handles", "leases")
+
+
+def _tier(tier: TierStatus) -> tuple[str, ...]:
+    return (
+        _name(tier.tier),
+        size_text(tier.capacity_bytes),
+        _share(tier.ready_bytes, tier.capacity_bytes),
+        _share(tier.used_bytes, tier.capacity_bytes),
+        str(tier.pages_sealed),
+        str(tier.pages_filling),
+        str(tier.pages_quarantined),
+        str(tier.pages_pinned),
+    )
+
+
+def _device(device: DeviceStatus) -> tuple[str, ...]:
+    return (
+        device.path,
+        _yes_or_no(device.is_online),
+        _yes_or_no(device.is_direct_io),
+        size_text(device.capacity_bytes),
+        _share(device.disk_bytes, device.capacity_bytes),
+        device.reason or "-",
+    )
+
+
+def _namespace(space: NamespaceStatus) -> tuple[str, ...]:
+    return (
+        space.fingerprint.hex()[:16],
+        space.tenant or "-",
+        space.model_id,
+        space.weights_revision,
+        str(space.generation),
+        str(space.shard_count),
+        str(space.pages),
+    )
+
+
+def _session(session: SessionStatus) -> tuple[str, ...]:
+    return (
+        str(session.session_id),
+        session.client_name or "-",
+        f"{session.idle_s:.0f} s",
+        str(session.handles),
+        str(session.leases),
+    )
 
 
 def _name(value: Enum) -> str:
     return value.name.lower()
 
 
+def _yes_or_no(value: bool) -> str:
+    return "yes" if value else "no"
+
+
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "-"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    for row in (header, *rows):
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

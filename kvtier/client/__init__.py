@@ -5,30 +5,51 @@ from __future__ import annotations
 from kvtier.client.aio import AsyncConnection
 from kvtier.client.keys import KeyChain
 from kvtier.client.namespace import AsyncNamespace
+from kvtier.client.quarantine import AsyncQuarantine, Quarantine
 from kvtier.client.results import (
     DeleteResult,
     GetItem,
     GetResult,
     LookupItem,
     LookupResult,
+    MoveResult,
     PutItem,
     PutResult,
 )
 from kvtier.client.sync import Connection, Lease, Namespace, connect
+from kvtier.transfer.planes.values import (
+    Capabilities,
+    DeviceStatus,
+    FlushResult,
+    QuarantinedPage,
+    Status,
+    TierStatus,
+    VerifyProgress,
+)
 
 __all__ = [
     "AsyncConnection",
     "AsyncNamespace",
+    "AsyncQuarantine",
+    "Capabilities",
     "Connection",
     "DeleteResult",
+    "DeviceStatus",
+    "FlushResult",
     "GetItem",
     "GetResult",
     "KeyChain",
     "Lease",
     "LookupItem",
     "LookupResult",
+    "MoveResult",
     "Namespace",
     "PutItem",
     "PutResult",
+    "Quarantine",
+    "QuarantinedPage",
+    "Status",
+    "TierStatus",
+    "VerifyProgress",
     "connect",
 ]

@@ -12,15 +12,21 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from types import TracebackType
 
+from kvtier.client.flushing import flush
 from kvtier.client.generations import bump_family
 from kvtier.client.link import Link, Settings, Within
 from kvtier.client.namespace import AsyncNamespace
+from kvtier.client.quarantine import AsyncQuarantine
+from kvtier.client.verifying import NOTHING_READ, OnProgress, reports
+from kvtier.core.page import Tier
 from kvtier.packing.layout import Layout
 from kvtier.transfer.planes.address import default_url
 from kvtier.transfer.planes.grpc import GrpcPlane
-from kvtier.transfer.planes.values import Capabilities, Status
+from kvtier.transfer.planes.values import Capabilities, FlushResult, Status, VerifyProgress
 
 __all__ = ["DEADLINE_S", "AsyncConnection", "connect"]
 
@@ -57,6 +63,7 @@ class AsyncConnection:
         self.url = url
         self._plane = GrpcPlane(url)
         self.link = Link(self._plane, settings)
+        self._quarantine = AsyncQuarantine(self.link)
 
     async def __aenter__(self) -> AsyncConnection:
         self.link.check_usable()
@@ -112,6 +119,52 @@ class AsyncConnection:
         began = time.monotonic()
         await self.capabilities(deadline=deadline)
         return time.monotonic() - began
+
+    async def flush(self, *, deadline: Within = None) -> FlushResult:
+        """Waits until every page that this connection has put survives the daemon, or turns out not
+        to. How many of those since the flush before do, and of how many that cannot be said.
+
+        Disks take their time: give it a `deadline` of seconds. It raises DeadlineExceeded,
+        DaemonUnavailable and the like, and can then be called again for the same pages.
+        """
+        within = self.link.deadline(deadline)
+        self.link.check_usable()
+        return await flush(self.link, within)
+
+    async def verify(
+        self,
+        tier: Tier | str,
+        *,
+        bytes_per_second: int = 0,
+        on_progress: OnProgress | None = None,
+        deadline: float | None = None,
+    ) -> VerifyProgress:
+        """Has the daemon read every page of `tier` ("host" or "nvme") and check every byte; what it
+        came to. Corrupt pages are taken out, so that no get finds them.
+
+        `bytes_per_second` 0 is the daemon's own pace. `on_progress` is called with each report. It
+        takes as long as it takes: `deadline` is how many seconds the daemon may be silent between
+        two reports (by default 120). Raises Busy while another one is under way, InvalidInput for a
+        tier that the daemon does not have, and when the daemon does not answer.
+        """
+        last = NOTHING_READ
+        given = self.reports(tier, bytes_per_second=bytes_per_second, deadline=deadline)
+        async with aclosing(given) as progress:
+            async for last in progress:
+                if on_progress is not None:
+                    on_progress(last)
+        return last
+
+    def reports(
+        self, tier: Tier | str, *, bytes_per_second: int = 0, deadline: float | None = None
+    ) -> AsyncGenerator[VerifyProgress, None]:
+        """The reports of a `verify` as they come. Closing the generator ends it."""
+        return reports(self.link, tier, bytes_per_second=bytes_per_second, deadline=deadline)
+
+    @property
+    def quarantine(self) -> AsyncQuarantine:
+        """Copies that failed their checks: `list()`, `read(ref)`, `clear()`."""
+        return self._quarantine
 
     async def delete_namespace(
         self,

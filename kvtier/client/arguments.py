@@ -16,7 +16,7 @@ from kvtier.client.keys import KeyChain, checked_keys
 from kvtier.client.reading import GetOptions
 from kvtier.client.tensors import check_dtype, rows_of
 from kvtier.client.writing import PutOptions
-from kvtier.core.page import Codec, Durability
+from kvtier.core.page import Codec, Durability, Tier
 from kvtier.errors import LimitExceeded
 from kvtier.packing.layout import Layout
 from kvtier.transfer.planes.deadline import Deadline
@@ -27,8 +27,10 @@ __all__ = [
     "GetCall",
     "PutArguments",
     "PutCall",
+    "checked_tier",
     "checked_traceparent",
     "milliseconds",
+    "whole",
 ]
 
 _SESSION_BYTES_MAX: Final = 256
@@ -37,6 +39,7 @@ _MS_MAX: Final = 2**63 - 1
 _DEPTH_MAX: Final = 2**32 - 1
 _PRIORITY_MAX: Final = 2**31 - 1
 _DURABILITY: Final = {"host": Durability.HOST, "nvme": Durability.NVME}
+_TIERS: Final = {tier.name.lower(): tier for tier in (Tier.HOST, Tier.NVME)}
 
 
 class GetArguments(TypedDict, total=False):
@@ -149,7 +152,7 @@ class PutCall:
                 durability=_durability(given.get("durable", Durability.HOST)),
                 hints=_hints(given),
                 parent=checked_keys([parent])[0] if parent else b"",
-                depth=_whole("depth", depth or 0, 0, _DEPTH_MAX - len(checked)),
+                depth=whole("depth", depth or 0, 0, _DEPTH_MAX - len(checked)),
                 is_chain=is_chain,
             ),
             deadline=deadline,
@@ -163,6 +166,14 @@ def milliseconds(name: str, seconds: object) -> int:
             f"{name} is {seconds!r}", remedy="pass a number of seconds, 0 for no opinion"
         )
     return math.ceil(seconds * 1000)
+
+
+def checked_tier(given: Tier | str) -> Tier:
+    """A tier of the daemon. Raises LimitExceeded."""
+    known = given if isinstance(given, Tier) else _TIERS.get(given)
+    if known is None or known not in _TIERS.values():
+        raise LimitExceeded(f"tier is {given!r}", remedy='use "host" or "nvme"')
+    return known
 
 
 def checked_traceparent(given: object) -> str:
@@ -186,12 +197,13 @@ def _hints(given: GetArguments | PutArguments) -> Hints:
     return Hints(
         session=session,
         ttl_ms=milliseconds("ttl", given.get("ttl", 0.0)),
-        priority=_whole("priority", given.get("priority", 0), -_PRIORITY_MAX, _PRIORITY_MAX),
+        priority=whole("priority", given.get("priority", 0), -_PRIORITY_MAX, _PRIORITY_MAX),
         traceparent=checked_traceparent(given.get("traceparent", "")),
     )
 
 
-def _whole(name: str, value: object, low: int, high: int) -> int:
+def whole(name: str, value: object, low: int, high: int) -> int:
+    """Raises LimitExceeded for what is no whole number from `low` to `high`."""
     if not isinstance(value, int) or not low <= value <= high:
         raise LimitExceeded(
             f"{name} is {value!r}", remedy=f"pass a whole number from {low} to {high}"

@@ -20,7 +20,7 @@ from kvtier.client.codec_thread import pack, unpack
 from kvtier.client.reading import Part, Reader
 from kvtier.client.results import GetResult, PutResult
 from kvtier.client.writing import Writer
-from kvtier.core.page import Codec, DeleteCode, GetCode, PutCode
+from kvtier.core.page import Codec, DeleteCode, Durability, GetCode, PutCode
 from kvtier.errors import (
     Busy,
     CorruptPage,
@@ -30,6 +30,7 @@ from kvtier.errors import (
     DirectoryError,
     KvtierError,
     NotEnoughMemory,
+    NotImplementedYet,
     StaleGeneration,
     TierIOError,
     UnknownHandle,
@@ -47,7 +48,7 @@ from kvtier.transfer.planes.values import (
 if TYPE_CHECKING:
     from kvtier.client.namespace import AsyncNamespace
 
-__all__ = ["delete", "get", "keys_per_call", "lookup", "put"]
+__all__ = ["delete", "get", "get_code", "keys_per_call", "known_codes", "lookup", "put"]
 
 #: What an error says of each key of its call. Other errors are the caller's.
 _GET_CODES: Final[dict[type[KvtierError], GetCode]] = {
@@ -72,7 +73,8 @@ _PUT_CODES: Final[dict[type[KvtierError], PutCode]] = {
     TierIOError: PutCode.UNAVAILABLE,
     UnknownHandle: PutCode.UNAVAILABLE,
 }
-_KNOWN: Final = frozenset(map(int, GetCode))
+#: A code of a later version says that something went wrong, and no more.
+_KNOWN: Final = bytes(c if c in map(int, GetCode) else GetCode.IO_ERROR for c in range(256))
 
 
 async def lookup(
@@ -92,10 +94,10 @@ async def lookup(
         try:
             found = await ns.call(send, deadline)
         except KvtierError as error:
-            codes[done:] = bytes([_get_code(error)]) * (len(keys) - done)
+            codes[done:] = bytes([get_code(error)]) * (len(keys) - done)
             break
         end = done + len(found.codes)
-        codes[done:end] = bytes(c if c in _KNOWN else GetCode.IO_ERROR for c in found.codes)
+        codes[done:end] = known_codes(found.codes)
         tiers[done:end] = found.tiers
         done = end
     return LookupReply(bytes(codes), bytes(tiers))
@@ -163,7 +165,7 @@ async def _get(
         try:
             part = await ns.call(send, call.deadline)
         except KvtierError as error:
-            code = _get_code(error)
+            code = get_code(error)
             answered = set() if part is None else part.answered
             for index in indices[done:]:
                 if index not in answered:
@@ -185,6 +187,7 @@ async def put(ns: AsyncNamespace, call: PutCall) -> PutResult:
     writer = Writer(layout, call.keys, call.rows, call.options, pack=packed)
     length = layout.payload_bytes(codec)
     indices = range(len(call.keys))
+    durability = call.options.durability
     done = 0
 
     async def send(opened: OpenedNamespace) -> int:
@@ -194,24 +197,36 @@ async def put(ns: AsyncNamespace, call: PutCall) -> PutResult:
         opening = PutOpening(
             handle=opened.handle,
             message_bytes_max=limits.message_bytes_max,
-            durability=call.options.durability,
+            durability=durability,
             hints=call.options.hints,
         )
         sent: list[int] = []
         async with aclosing(writer.pages(some, opened, deadline, sent)) as pages:
-            writer.take(await ns.link.plane.put(opening, pages, deadline), sent)
+            unsure = writer.take(await ns.link.plane.put(opening, pages, deadline), sent)
+        ns.link.stored(opened, unsure)
         return len(some)
 
     while done < len(indices):
         try:
-            done += await ns.call(send, deadline)
+            is_quick = durability is Durability.HOST
+            done += await ns.call(send, deadline, counts_silence=is_quick)
         except KvtierError as error:
+            if isinstance(error, NotImplementedYet) and durability is Durability.NVME:
+                # A daemon from before there was an NVMe tier. What it can do is worth having, and
+                # the result says that it is not durable.
+                durability = Durability.HOST
+                continue
             code = _PUT_CODES.get(type(error))
             if code is None:
                 raise
             writer.fail(indices[done:], code)
             break
-    return PutResult(bytes(writer.codes), writer.refs)
+    return PutResult(
+        bytes(writer.codes),
+        writer.refs,
+        reached=bytes(writer.reached),
+        wanted=call.options.durability,
+    )
 
 
 async def delete(ns: AsyncNamespace, keys: Sequence[bytes], deadline: Deadline) -> bytes:
@@ -233,6 +248,11 @@ async def delete(ns: AsyncNamespace, keys: Sequence[bytes], deadline: Deadline) 
     return codes
 
 
+def known_codes(codes: bytes) -> bytes:
+    """GetCodes as the daemon gave them, each one a code of this version."""
+    return codes.translate(_KNOWN)
+
+
 def keys_per_call(limits: Capabilities) -> int:
     """Keys that one call takes: as the daemon says, and as fit a message."""
     return max(min(limits.keys_per_call_max, limits.message_bytes_max // 64), 1)
@@ -248,7 +268,8 @@ def _learn(ns: AsyncNamespace, codes: bytes, opened: OpenedNamespace) -> None:
         ns.learn(GetCode.STALE, opened)
 
 
-def _get_code(error: KvtierError) -> GetCode:
+def get_code(error: KvtierError) -> GetCode:
+    """What the error of a call says of each of its keys. Raises the error if it is the caller's."""
     code = _GET_CODES.get(type(error))
     if code is None:
         raise error

@@ -22,6 +22,7 @@ from enum import Enum
 from typing import Any, Final, TypeAlias
 
 from kvtier.client.codec_thread import CodecThread
+from kvtier.client.flushing import Unflushed
 from kvtier.core.page import KEY_BYTES, GetCode
 from kvtier.errors import (
     ClientClosed,
@@ -43,7 +44,7 @@ from kvtier.transfer.planes.values import (
     OpenedNamespace,
 )
 
-__all__ = ["Link", "Settings", "Verify", "Within", "locked"]
+__all__ = ["Link", "Settings", "Verify", "Within", "checked_seconds", "locked"]
 
 #: What a call may take: seconds, the moment where it ends, or None for the connection's setting.
 Within: TypeAlias = float | Deadline | None
@@ -132,6 +133,7 @@ class Link:
         self._handles: dict[tuple[bytes, Shard], OpenedNamespace] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.codec = CodecThread()
+        self.unflushed = Unflushed()
 
     @property
     def session_id(self) -> int:
@@ -156,12 +158,16 @@ class Link:
         return Deadline.after(own if seconds is None else checked_seconds(seconds))
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Around a call of the plane: learns from how it ends whether the daemon answers."""
+    def watched(self, *, counts_silence: bool = True) -> Iterator[None]:
+        """Around a call of the plane: learns from how it ends whether the daemon answers.
+
+        A call that waits for a disk does not count silence: the daemon may well be answering others
+        meanwhile.
+        """
         try:
             yield
         except DeadlineExceeded as error:
-            if not isinstance(error.__cause__, OwnDelay):
+            if counts_silence and not isinstance(error.__cause__, OwnDelay):
                 self._breaker.was_silent()
             raise
         except (ClientClosed, DaemonUnavailable):
@@ -172,10 +178,10 @@ class Link:
         self._breaker.answered()
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self, *, counts_silence: bool = True) -> Iterator[None]:
         """As `watched`; raises DaemonUnavailable at once while the daemon does not answer."""
         self._breaker.check()
-        with self.watched():
+        with self.watched(counts_silence=counts_silence):
             yield
 
     async def open(
@@ -193,6 +199,7 @@ class Link:
                     # At once: whatever fails from here on, the session and the handle are there.
                     if opened.session_id != self._session_id:
                         self._handles.clear()
+                        self.unflushed.session_ended()
                     self._session_id = opened.session_id
                     self._handles[key] = opened
                 if self._limits is None or self._limits[0] != opened.boot_id:
@@ -203,6 +210,10 @@ class Link:
         """The daemon does not know this handle any more, or calls it stale."""
         for key in [key for key, known in self._handles.items() if known is opened]:
             del self._handles[key]
+
+    def stored(self, opened: OpenedNamespace, pages: int) -> None:
+        """So many pages are stored under this handle and not known to be durable."""
+        self.unflushed.stored(pages, is_present=opened.session_id == self._session_id)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Goes on with `work`, for which nobody waits."""

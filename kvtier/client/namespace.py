@@ -1,10 +1,9 @@
-"""A namespace: lookup, get, put, delete, lease and bump for one layout.
+"""A namespace: lookup, get, put, prefetch, demote, delete, lease and bump for one layout.
 
-Promise: lookup, get and put answer one outcome a key, also when the daemon is absent, stopped or
-restarted, and within the deadline; they raise for mistakes in the arguments alone (and
-ClientClosed, ForkedClient). The handle is opened when it is needed and opened again, once a call,
-after a restart. If the namespace was bumped by someone else, everything is STALE until the engine,
-which knows what weights it has loaded, calls `reopen`.
+Promise: lookup, get, put, prefetch and demote answer one outcome a key, also when the daemon is
+absent, stopped or restarted, and within the deadline; they raise for mistakes in the arguments
+alone (and ClientClosed, ForkedClient). If the namespace was bumped by someone else, everything is
+STALE until the engine, which knows what weights it has loaded, calls `reopen`.
 
 Async methods belong to the connection's event loop. Arguments are looked at in the method's
 synchronous part, so that a tensor's stream is that of the caller.
@@ -12,13 +11,11 @@ synchronous part, so that a tensor's stream is that of the caller.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from kvtier.client import batches
+from kvtier.client import batches, tiers
 from kvtier.client.arguments import (
     GetArguments,
     GetCall,
@@ -26,23 +23,15 @@ from kvtier.client.arguments import (
     PutCall,
     checked_traceparent,
 )
+from kvtier.client.binding import Binding
 from kvtier.client.generations import bump_family
 from kvtier.client.keys import KeyChain, checked_keys, keys_of_hashes
 from kvtier.client.lease import AsyncLease
-from kvtier.client.link import Link, Within, locked
-from kvtier.client.results import DeleteResult, GetResult, LookupResult, PutResult
-from kvtier.core.page import GetCode
-from kvtier.errors import (
-    AvailabilityError,
-    LayoutError,
-    NamespaceMismatch,
-    StaleGeneration,
-    UnknownHandle,
-)
+from kvtier.client.link import Within
+from kvtier.client.results import DeleteResult, GetResult, LookupResult, MoveResult, PutResult
+from kvtier.errors import NamespaceMismatch, StaleGeneration
 from kvtier.packing.keys import chain_keys, salt_seed
-from kvtier.packing.layout import Layout
-from kvtier.transfer.planes.deadline import Deadline
-from kvtier.transfer.planes.values import Capabilities, Hints, OpenedNamespace
+from kvtier.transfer.planes.values import Hints
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -51,36 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncNamespace"]
 
-T = TypeVar("T")
 
-
-class AsyncNamespace:
+class AsyncNamespace(Binding):
     """Made by `connection.namespace()`. `layout`, `tenant` and `salt` say which one it is."""
-
-    def __init__(self, link: Link, layout: Layout, *, tenant: str, salt: bytes) -> None:
-        self._link = link
-        self._opening = asyncio.Lock()
-        self._opened: OpenedNamespace | None = None
-        self._limits: Capabilities | None = None
-        self._generation: int | None = None
-        self._is_stale = False
-        self.layout = layout
-        self.tenant = tenant
-        self.salt = bytes(salt)
-        self.fingerprint = layout.fingerprint(tenant, self.salt)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.layout.model_id!r} of tenant {self.tenant!r}>"
-
-    @property
-    def generation(self) -> int | None:
-        """The namespace generation this object is bound to; None until it was opened once."""
-        return self._generation
-
-    @property
-    def is_stale(self) -> bool:
-        """Someone bumped or deleted the namespace: every outcome is STALE until `reopen`."""
-        return self._is_stale
 
     def keys(
         self,
@@ -179,9 +141,10 @@ class AsyncNamespace:
         The keys of one call are a chain unless `chain=False`: each is the parent of the next.
         `parent` and `depth` are what comes before the first (taken from `keys` when it is a
         KeyChain). `ttl` in seconds, `session` and `priority` are hints for what to keep.
-        `durable="nvme"` waits until the page survives the daemon. `codec=Codec.FP8` packs before
-        sending; a page with numbers that cannot be packed is NONFINITE. The first such put loads
-        torch, see `get`.
+        `durable="nvme"` waits until the pages survive the daemon; `result.durable` is how many do,
+        and a page can be stored and not durable (no NVMe tier, no room there, a device that fails).
+        `codec=Codec.FP8` packs before sending; a page with numbers that cannot be packed is
+        NONFINITE. The first such put loads torch, see `get`.
         """
         return await self.send_put(self.prepare_put(keys, pages, at=at, **options))
 
@@ -201,6 +164,35 @@ class AsyncNamespace:
     async def send_put(self, call: PutCall) -> PutResult:
         """The rest of `put`."""
         return await batches.put(self, call)
+
+    async def prefetch(
+        self,
+        keys: Sequence[bytes],
+        *,
+        session: str = "",
+        traceparent: str = "",
+        deadline: Within = None,
+    ) -> MoveResult:
+        """Starts bringing pages up to host memory, so that a get does not wait for the disk.
+
+        HIT: there already, or on its way. It waits for no disk itself. BUSY: too many pages are on
+        their way.
+        """
+        within = self._link.deadline(deadline)
+        self._link.check_usable()
+        hints = Hints(session=session, traceparent=checked_traceparent(traceparent))
+        return MoveResult(await tiers.prefetch(self, checked_keys(keys), hints, within))
+
+    async def demote(self, keys: Sequence[bytes], *, deadline: Within = None) -> MoveResult:
+        """Starts copying pages down to NVMe; the copies in host memory stay until their room is
+        needed.
+
+        HIT: there already, or on its way; it waits for no disk itself (`kv.flush` does). BUSY: too
+        many pages are on their way. REFUSED: the daemon has no NVMe tier.
+        """
+        within = self._link.deadline(deadline)
+        self._link.check_usable()
+        return MoveResult(await tiers.demote(self, checked_keys(keys), within))
 
     async def delete(self, keys: Sequence[bytes], *, deadline: Within = None) -> DeleteResult:
         """Removes pages of this shard from every tier, durably. Raises when the daemon does not
@@ -268,107 +260,5 @@ class AsyncNamespace:
         """
         within = self._link.deadline(deadline)
         self._link.check_usable()
-        if weights_revision is not None:
-            self.layout = replace(self.layout, weights_revision=weights_revision)
-            self.fingerprint = self.layout.fingerprint(self.tenant, self.salt)
-        self._opened, self._generation, self._is_stale = None, None, False
+        self._release(weights_revision)
         return (await self._attached(within)).generation
-
-    async def open(self, deadline: Deadline) -> None:
-        """Opens the handle now if the daemon is there. Raises LayoutError, NamespaceMismatch."""
-        try:
-            await self._attached(deadline)
-        except AvailabilityError:
-            self._link.check_usable()
-
-    @property
-    def link(self) -> Link:
-        return self._link
-
-    @property
-    def limits(self) -> Capabilities | None:
-        """The daemon's limits, None until the namespace was opened once."""
-        return self._limits
-
-    async def call(self, send: Callable[[OpenedNamespace], Awaitable[T]], deadline: Deadline) -> T:
-        """`send` with a handle; once more with a new one if the daemon does not know it."""
-        opened = await self._attached(deadline)
-        try:
-            return await self._sent(send, opened)
-        except UnknownHandle:
-            self._drop(opened)
-            return await self._sent(send, await self._attached(deadline))
-
-    def learn(self, code: int, opened: OpenedNamespace) -> None:
-        """Looks at an outcome that the daemon gave for a handle: STALE is for good, unless this
-        object was reopened meanwhile.
-        """
-        if code == GetCode.STALE:
-            self._link.forget(opened)
-            if (opened.fingerprint, opened.generation) == (self.fingerprint, self._generation):
-                self._end()
-
-    async def _sent(
-        self, send: Callable[[OpenedNamespace], Awaitable[T]], opened: OpenedNamespace
-    ) -> T:
-        try:
-            with self._link.guarded():
-                return await send(opened)
-        except StaleGeneration:
-            self.learn(GetCode.STALE, opened)
-            raise
-
-    async def _attached(self, deadline: Deadline) -> OpenedNamespace:
-        if self._opened is not None:
-            return self._opened
-        async with locked(self._opening, deadline):
-            if self._opened is None:
-                if self._is_stale:
-                    raise _stale()
-                self._opened = await self._open(deadline)
-            return self._opened
-
-    async def _open(self, deadline: Deadline) -> OpenedNamespace:
-        fingerprint = self.fingerprint
-        try:
-            opened, self._limits = await self._link.open(
-                self.layout,
-                tenant=self.tenant,
-                salt=self.salt,
-                fingerprint=fingerprint,
-                deadline=deadline,
-            )
-        except NamespaceMismatch:
-            if self._generation is None:
-                raise
-            # Bumped to other weights while the daemon restarted.
-            self._end()
-            raise _stale() from None
-        if fingerprint != self.fingerprint:
-            raise _stale()  # reopened with other weights meanwhile
-        if opened.raw_bytes != self.layout.raw_bytes or opened.fingerprint != fingerprint:
-            raise LayoutError(
-                f"the daemon makes {opened.raw_bytes} bytes a page of this layout, "
-                f"this client {self.layout.raw_bytes}",
-                remedy="use a client and daemon of the same version",
-            )
-        if self._generation not in (None, opened.generation):
-            self._end()
-            raise _stale()
-        self._generation = opened.generation
-        return opened
-
-    def _drop(self, opened: OpenedNamespace) -> None:
-        self._link.forget(opened)
-        if self._opened is opened:
-            self._opened = None
-
-    def _end(self) -> None:
-        self._opened, self._is_stale = None, True
-
-
-def _stale() -> StaleGeneration:
-    return StaleGeneration(
-        "the namespace was bumped since it was opened",
-        remedy="load the present weights if they changed, then call ns.reopen()",
-    )

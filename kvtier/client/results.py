@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, NoReturn, TypeVar, overload
 
-from kvtier.core.page import Codec, DeleteCode, GetCode, PageRef, PutCode, Tier
+from kvtier.core.page import Codec, DeleteCode, Durability, GetCode, PageRef, PutCode, Tier
 from kvtier.errors import (
     Busy,
     CorruptPage,
@@ -23,6 +23,7 @@ from kvtier.errors import (
     DeadlineExceeded,
     KvtierError,
     NonFinite,
+    NotDurable,
     StaleGeneration,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "GetResult",
     "LookupItem",
     "LookupResult",
+    "MoveResult",
     "PutItem",
     "PutResult",
     "leading_run",
@@ -83,10 +85,13 @@ class GetItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutItem:
-    """`ref` is the page's place in host memory; None unless it was stored by this call."""
+    """`ref` is the page's place in host memory; None unless it was stored by this call. `durable`
+    says that the daemon has it on NVMe.
+    """
 
     reason: PutCode
     ref: PageRef | None
+    durable: bool
 
     @property
     def is_stored(self) -> bool:
@@ -218,9 +223,19 @@ class GetResult(_Found[GetItem]):
 class PutResult(_Batch[PutItem, PutCode]):
     _kind = PutCode
 
-    def __init__(self, codes: bytes, refs: Sequence[PageRef | None]) -> None:
+    def __init__(
+        self,
+        codes: bytes,
+        refs: Sequence[PageRef | None],
+        *,
+        reached: bytes = b"",
+        wanted: Durability = Durability.HOST,
+    ) -> None:
+        """`reached` has a Durability number a page, 0 where nobody knows; empty knows of none."""
         super().__init__(codes)
         self._refs = refs
+        self._reached = reached or bytes(len(codes))
+        self._wanted = wanted
 
     @property
     def prefix(self) -> int:
@@ -232,8 +247,16 @@ class PutResult(_Batch[PutItem, PutCode]):
         """How many of the pages are in the cache now, put there by this call or before."""
         return sum(map(_is_stored, self._codes))
 
+    @property
+    def durable(self) -> int:
+        """How many of the pages are on NVMe now, and survive the daemon."""
+        return sum(map(self._is_durable, range(len(self._codes))))
+
     def raise_for_refused(self) -> None:
-        """Raises the error of the first page that is not in the cache; nothing when all are."""
+        """Raises the error of the first page that is not in the cache; nothing when all are.
+
+        With durable="nvme" it raises NotDurable when all are in the cache and some are not durable.
+        """
         for index, code in enumerate(self._codes):
             if not _is_stored(code):
                 kind, remedy = _REFUSED[PutCode(code)]
@@ -244,8 +267,29 @@ class PutResult(_Batch[PutItem, PutCode]):
                     remedy=remedy,
                 )
 
+        if self._wanted is Durability.NVME:
+            self._raise_for_volatile()
+
+    def _raise_for_volatile(self) -> None:
+        for index in range(len(self._codes)):
+            if not self._is_durable(index):
+                raise NotDurable(
+                    f"page {index} is {PutCode(self._codes[index]).name} in host memory and not "
+                    f"durable; {len(self._codes) - self.durable} of {len(self._codes)} pages are "
+                    "not on NVMe",
+                    remedy="see the daemon's NVMe tier in `kvtier status`; put again later, or "
+                    "go on without",
+                )
+
+    def _is_durable(self, index: int) -> bool:
+        return self._reached[index] == Durability.NVME and _is_stored(self._codes[index])
+
     def _item(self, index: int) -> PutItem:
-        return PutItem(reason=PutCode(self._codes[index]), ref=self._refs[index])
+        return PutItem(
+            reason=PutCode(self._codes[index]),
+            ref=self._refs[index],
+            durable=self._is_durable(index),
+        )
 
 
 class DeleteResult(_Batch[DeleteCode, DeleteCode]):
@@ -259,6 +303,25 @@ class DeleteResult(_Batch[DeleteCode, DeleteCode]):
 
     def _item(self, index: int) -> DeleteCode:
         return DeleteCode(self._codes[index])
+
+
+class MoveResult(_Batch[GetCode, GetCode]):
+    """One GetCode a key: HIT is in the wanted tier, or on its way there."""
+
+    _kind = GetCode
+
+    @property
+    def prefix(self) -> int:
+        """How many pages from the first on are in the wanted tier, or on their way there."""
+        return leading_run(self._codes, GetCode.HIT)
+
+    @property
+    def hits(self) -> int:
+        """How many of the pages are in the wanted tier, or on their way there."""
+        return self._codes.count(GetCode.HIT)
+
+    def _item(self, index: int) -> GetCode:
+        return GetCode(self._codes[index])
 
 
 def _is_stored(code: int) -> bool:

@@ -22,19 +22,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvtier.client import aio
 from kvtier.client.arguments import GetArguments, PutArguments
 from kvtier.client.keys import KeyChain
-from kvtier.client.lease import AsyncLease
 from kvtier.client.namespace import AsyncNamespace
-from kvtier.client.results import DeleteResult, GetResult, LookupResult, PutResult
+from kvtier.client.quarantine import Quarantine
+from kvtier.client.results import DeleteResult, GetResult, LookupResult, MoveResult, PutResult
 from kvtier.client.runner import Runner
-from kvtier.core.page import GetCode
+from kvtier.client.sync_lease import Lease
+from kvtier.client.verifying import OnProgress, watch
+from kvtier.core.page import Tier
 from kvtier.packing.layout import Layout
 from kvtier.transfer.planes.deadline import Deadline
-from kvtier.transfer.planes.values import Capabilities, Status
+from kvtier.transfer.planes.values import Capabilities, FlushResult, Status, VerifyProgress
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    import torch
     from typing_extensions import Buffer
 
 __all__ = ["Connection", "Lease", "Namespace", "connect"]
@@ -110,6 +111,31 @@ class Connection:
     def ping(self, *, deadline: float | None = None) -> float:
         """Seconds for a round trip. Raises DaemonUnavailable, DeadlineExceeded."""
         return self._run(self._async.ping(deadline=self._within(deadline)))
+
+    def flush(self, *, deadline: float | None = None) -> FlushResult:
+        """Waits until what this connection put survives the daemon; see AsyncConnection.flush."""
+        return self._run(self._async.flush(deadline=self._within(deadline)))
+
+    def verify(
+        self,
+        tier: Tier | str,
+        *,
+        bytes_per_second: int = 0,
+        on_progress: OnProgress | None = None,
+        deadline: float | None = None,
+    ) -> VerifyProgress:
+        """Has a tier read and checked; see AsyncConnection.verify. `on_progress` is called in this
+        thread.
+        """
+        self._async.link.check_usable()
+        reports = self._async.reports(tier, bytes_per_second=bytes_per_second, deadline=deadline)
+        return watch(self._run, reports, on_progress)
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """Copies that failed their checks: `list()`, `read(ref)`, `clear()`."""
+        # Made anew: one that is kept here would keep this object alive with itself.
+        return Quarantine(self, self._async.quarantine)
 
     def delete_namespace(
         self,
@@ -258,6 +284,24 @@ class Namespace:
         call = self._async.prepare_put(keys, pages, at=at, **options)
         return self._run(self._async.send_put(call))
 
+    def prefetch(
+        self,
+        keys: Sequence[bytes],
+        *,
+        session: str = "",
+        traceparent: str = "",
+        deadline: float | None = None,
+    ) -> MoveResult:
+        """Starts bringing pages up to host memory; see AsyncNamespace.prefetch."""
+        within = self._connection._within(deadline)
+        return self._run(
+            self._async.prefetch(keys, session=session, traceparent=traceparent, deadline=within)
+        )
+
+    def demote(self, keys: Sequence[bytes], *, deadline: float | None = None) -> MoveResult:
+        """Starts copying pages down to NVMe; see AsyncNamespace.demote."""
+        return self._run(self._async.demote(keys, deadline=self._connection._within(deadline)))
+
     def delete(self, keys: Sequence[bytes], *, deadline: float | None = None) -> DeleteResult:
         """Removes pages of this shard from every tier, durably."""
         return self._run(self._async.delete(keys, deadline=self._connection._within(deadline)))
@@ -289,57 +333,3 @@ class Namespace:
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._connection._run(coroutine)
-
-
-class Lease:
-    """Made by `ns.lease(keys)`, held inside `with`. A key that is not HIT is not held."""
-
-    def __init__(self, connection: Connection, lease: AsyncLease) -> None:
-        self._connection = connection
-        self._async = lease
-
-    def __enter__(self) -> Lease:
-        self._connection._run(self._async.take(deadline=self._within()))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    @property
-    def reasons(self) -> list[GetCode]:
-        """The outcome of each key: HIT is held."""
-        return self._async.reasons
-
-    @property
-    def prefix(self) -> int:
-        """How many keys from the first on are held."""
-        return self._async.prefix
-
-    @property
-    def ttl(self) -> float:
-        """Seconds that the daemon grants from taking or renewing on; 0 if nothing is held."""
-        return self._async.ttl
-
-    def pages(self) -> Sequence[bytearray | None]:
-        """The raw bytes of each page (a copy over grpc), None where it is not held."""
-        return self._connection._run(self._async.pages(deadline=self._within()))
-
-    def tensors(self) -> list[dict[str, torch.Tensor] | None]:
-        """Each page as its segments by name; see AsyncLease.tensors."""
-        return self._connection._run(self._async.tensors(deadline=self._within()))
-
-    def renew(self, ttl: float = 0.0) -> None:
-        """Moves the deadline to `ttl` seconds from now. Raises LeaseExpired."""
-        self._connection._run(self._async.renew(ttl, deadline=self._within()))
-
-    def release(self) -> None:
-        """Ends the lease. Ending it twice, or after the daemon ended it, is no error."""
-        self._connection._run(self._async.release(deadline=self._within()))
-
-    def _within(self) -> Deadline:
-        return self._async.within()

@@ -23,6 +23,7 @@ from kvtier.transfer.planes.values import Hints, OpenedNamespace, OutgoingPage, 
 __all__ = ["PutOptions", "Writer"]
 
 _CODES = frozenset(map(int, PutCode))
+_STORED = frozenset(int(code) for code in PutCode if code.is_stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class Writer:
         self.options = options
         self._rows = rows
         self.codes = bytearray([PutCode.UNAVAILABLE]) * len(keys)
+        self.reached = bytearray(len(keys))  # Durability numbers, 0 where the daemon says nothing
         self.refs: list[PageRef | None] = [None] * len(keys)
 
     async def pages(
@@ -74,15 +76,20 @@ class Writer:
                 sent.append(index)
                 yield page
 
-    def take(self, reply: PutReply, sent: Sequence[int]) -> None:
-        """The daemon's outcome of the pages that went out."""
+    def take(self, reply: PutReply, sent: Sequence[int]) -> int:
+        """The daemon's outcome of the pages that went out. How many are stored and not durable."""
+        unsure = 0
         for place, index in enumerate(sent):
             code = reply.codes[place]
             self.codes[index] = code if code in _CODES else PutCode.UNAVAILABLE
+            if code in _STORED:
+                self.reached[index] = reply.reached[place]
+                unsure += reply.reached[place] != Durability.NVME
             if code == PutCode.STORED and reply.generations[place]:
                 self.refs[index] = PageRef(
                     reply.boot_id, Tier.HOST, reply.slots[place], reply.generations[place]
                 )
+        return unsure
 
     def fail(self, indices: Sequence[int], code: PutCode) -> None:
         """The outcome of pages whose call failed; what was refused before sending stays refused."""

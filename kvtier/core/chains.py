@@ -17,7 +17,10 @@ __all__ = ["chain_heat", "rows_after"]
 def _jumps(parent: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np.int64]]:
     """For k = 0, 1, ...: row + 1 -> row + 1 of the page 2**k before it, 0 where there is none."""
     jump = np.concatenate([np.zeros(1, np.int64), parent.astype(np.int64)])
-    while bool(jump.any()):
+    # links.py makes no rings; if there were one, it would not end.
+    for _ in range(len(jump).bit_length()):
+        if not bool(jump.any()):
+            return
         yield jump
         jump = jump[jump]
 

@@ -86,6 +86,11 @@ class Reading:
         self.lossy = lossy
         self.open = True
 
+    def again(self) -> Reading:
+        """A second Reading of the same copy, with an end of its own."""
+        assert self.open
+        return self._store._read_again(self)
+
     def release(self) -> None:
         if self.open:
             self.open = False

@@ -123,6 +123,31 @@ class Index:
             head = self._table.twin[head] - 1
         return rows
 
+    def copy_in(self, head: int, tier: int) -> int:
+        """The copy in `tier` of the page whose best copy is `head`, or NO_ROW."""
+        for row in self.copies(head):
+            if self._table.tier[row] == tier:
+                return row
+        return NO_ROW
+
+    def insert_many(self, rows: npt.NDArray[np.int64]) -> None:
+        """As `insert` for sealed rows of pages that have no entry yet, each of another page."""
+        table, entries = self._table, self._entries_np
+        at = np.empty(len(rows), np.int64)
+        names = table.column("namespace")[rows].astype(np.int64) << 16 | table.column("shard")[rows]
+        for name in np.unique(names).tolist():
+            of_it = names == name
+            words = table.key_words_np[rows[of_it]]
+            at[of_it] = self._places(name >> 16, name & 0xFFFF, words)
+        todo = np.arange(len(rows))
+        while len(todo):
+            empty = entries[at[todo]] == 0
+            # Of rows that want the same empty place the last one gets it; the others go on.
+            entries[at[todo[empty]]] = rows[todo[empty]] + 1
+            todo = todo[entries[at[todo]] != rows[todo] + 1]
+            at[todo] = (at[todo] + 1) & self._slot_mask
+        self.pages += len(rows)
+
     def _delete_entry(self, at: int) -> None:
         """Backward shift: moves later entries of the probe run into the hole where they may go."""
         entries, table, mask = self._entries, self._table, self._slot_mask

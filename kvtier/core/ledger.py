@@ -58,6 +58,11 @@ class Ledger:
             pages[after] += 1
             sizes[after] += record_bytes
 
+    def restored(self, tier: Tier, pages: int, total_bytes: int) -> None:
+        """So many pages came back SEALED."""
+        self._pages[tier][State.SEALED] += pages
+        self._bytes[tier][State.SEALED] += total_bytes
+
     def bytes_in(self, tier: Tier, state: State) -> int:
         return self._bytes[tier][state]
 

@@ -6,10 +6,13 @@
                          +--abandon--> FREE               v
                          +--orphan---------------> QUARANTINED --drain--> FREE
 
+    FREE --restore--> SEALED    a copy that was sealed in an earlier boot and has survived
+
 Rules, proven by walking every (state, event) pair:
 
 * an event that is not in the table raises and changes nothing;
 * every reserve takes a fresh generation, so a ref to an earlier life of the slot is stale for good;
+  a restore brings the one that the copy was reserved with;
 * a page can be found if, and only if, it is SEALED;
 * DRAIN needs that no lease, queued I/O or grant names the slot any more.
 
@@ -19,9 +22,12 @@ This is the only file that assigns a state or a generation. The caller holds the
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
-__all__ = ["TRANSITIONS", "Event", "IllegalTransition", "State", "fire", "next_state"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["TRANSITIONS", "Event", "IllegalTransition", "State", "fire", "next_state", "restore"]
 
 
 class State(IntEnum):
@@ -40,10 +46,12 @@ class Event(IntEnum):
     RETIRE = 5
     CONDEMN = 6
     DRAIN = 7
+    RESTORE = 8
 
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.FREE, Event.RESERVE): State.FILLING,
+    (State.FREE, Event.RESTORE): State.SEALED,
     (State.FILLING, Event.SEAL): State.SEALED,
     (State.FILLING, Event.ABANDON): State.FREE,
     (State.FILLING, Event.ORPHAN): State.QUARANTINED,
@@ -76,10 +84,11 @@ def next_state(state: State, event: Event) -> State:
 
 
 def fire(columns: _Columns, row: int, event: Event, *, generation: int = 0) -> State:
-    """Applies `event` to `row` and returns the new state. RESERVE alone takes a `generation`."""
+    """Applies `event` to `row` and returns the new state. RESERVE and RESTORE take a
+    `generation`."""
     before = State(columns.state[row])
     after = next_state(before, event)
-    if event is Event.RESERVE:
+    if event in (Event.RESERVE, Event.RESTORE):
         if generation <= columns.generation[row]:
             raise IllegalTransition(f"generation {generation} is not fresh for row {row}")
         columns.generation[row] = generation
@@ -87,3 +96,18 @@ def fire(columns: _Columns, row: int, event: Event, *, generation: int = 0) -> S
         raise IllegalTransition(f"{event.name} of row {row} with {columns.leases[row]} leases")
     columns.state[row] = after
     return after
+
+
+class _Arrays(Protocol):
+    def column(self, name: str) -> npt.NDArray[Any]: ...
+
+
+def restore(
+    table: _Arrays, rows: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
+) -> None:
+    """RESTORE for all of `rows`, which were never used, with the generations they had."""
+    states = table.column("state")
+    if bool((states[rows] != State.FREE).any()) or bool((generations == 0).any()):
+        raise IllegalTransition("RESTORE of a row that is not FREE, or without a generation")
+    table.column("generation")[rows] = generations
+    states[rows] = next_state(State.FREE, Event.RESTORE)

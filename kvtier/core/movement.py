@@ -4,10 +4,12 @@ retired.
     reserve --> RESERVED --copy--> COPIED --verify--> VERIFIED --publish--> DONE
                          |                  |                  |
                          +------------------+-- fail / lose ---+---> FAILED
+                         +--strand--> FAILED
 
 * the source stays SEALED, leased and findable until the target is: at no moment is the page in
   neither tier;
-* bytes are verified in the target's place, after the copy and before anyone can find them;
+* bytes are verified before anyone can find them: those that come up, in the target's place; those
+  that go down, as they are handed to the device, which is found out when they are read;
 * `publish` seals and indexes the target; retiring the source is a second, separate step that only
   DONE allows.
 
@@ -39,6 +41,7 @@ class Step(IntEnum):
     PUBLISH = 3
     LOSE = 4
     FAIL = 5
+    STRAND = 6
 
 
 TRANSITIONS: dict[tuple[Phase, Step], Phase] = {
@@ -47,6 +50,7 @@ TRANSITIONS: dict[tuple[Phase, Step], Phase] = {
     (Phase.VERIFIED, Step.PUBLISH): Phase.DONE,
     (Phase.VERIFIED, Step.LOSE): Phase.FAILED,
     (Phase.RESERVED, Step.FAIL): Phase.FAILED,
+    (Phase.RESERVED, Step.STRAND): Phase.FAILED,
     (Phase.COPIED, Step.FAIL): Phase.FAILED,
     (Phase.VERIFIED, Step.FAIL): Phase.FAILED,
 }
@@ -83,6 +87,15 @@ class Movement:
         self._step(Step.FAIL)
         self.target.abandon()
         self.source.release()
+
+    def strand(self) -> None:
+        """The copying does not end: nobody can say when its last byte is read and written.
+
+        The target is quarantined (`Store.settle_orphan` ends that), and the source stays held: its
+        `release` is the caller's, when the copying has ended after all.
+        """
+        self._step(Step.STRAND)
+        self.target.orphan()
 
     def _step(self, step: Step) -> None:
         try:

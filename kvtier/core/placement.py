@@ -34,6 +34,7 @@ class Placement:
         self._until_look: dict[tuple[Tier, int], int] = {}
         self._failed_look: dict[tuple[Tier, int], int] = {}  # Residents.changes at that time
         self.evicted = 0
+        self.evicted_last = 0  # of them, pages that were in no other tier
         self.slabs_moved = 0
 
     def make_room(self, tier: Tier, record_bytes: int) -> int | None:
@@ -50,8 +51,14 @@ class Placement:
     def evict_page(self, row: int) -> None:
         """Retires a copy and its sibling shards in the same tier."""
         for sibling in self._residents.siblings(row):
+            self._count_eviction(sibling)
             self._residents.retire(sibling)
-            self.evicted += 1
+
+    def _count_eviction(self, row: int) -> None:
+        self.evicted += 1
+        table = self._residents.table
+        head = self._residents.index.find(table.namespace[row], table.shard[row], table.key(row))
+        self.evicted_last += len(self._residents.index.copies(head)) == 1
 
     def _evict(self, tier: Tier, record_bytes: int) -> bool:
         key = (tier, record_bytes)
@@ -85,8 +92,9 @@ class Placement:
         for slab in self._coldest_slabs(tier, record_bytes, colder_than=colder_than):
             rows = self._dependents(self._rows_in(tier, slab))
             if bool((residents.table.column("leases")[rows] == 0).all()):
+                for row in rows.tolist():
+                    self._count_eviction(row)
                 residents.retire_many(rows)
-                self.evicted += len(rows)
                 self.slabs_moved += 1
                 return True
         self._failed_look[key] = residents.changes
@@ -97,7 +105,7 @@ class Placement:
         equally cold ones that with the ends of chains.
         """
         table = self._residents.table
-        units = self._residents.allocators[tier].slab_range(0)[1]
+        units = self._residents.allocators[tier].slab_units
         live = table.live("state") != State.FREE
         mine = live & (table.live("tier") == tier) & (table.live("record") != record_bytes)
         rows = np.flatnonzero(mine)

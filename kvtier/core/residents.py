@@ -7,8 +7,7 @@ keep half of the books. The caller holds the store's lock.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +16,11 @@ from kvtier.core.events import EventKind, EventLog
 from kvtier.core.generations import Generations
 from kvtier.core.index import Index
 from kvtier.core.ledger import Ledger
-from kvtier.core.lifecycle import Event, State, fire
+from kvtier.core.lifecycle import Event, State, fire, restore
+from kvtier.core.links import Links
 from kvtier.core.page import PageMeta, Tier
 from kvtier.core.policy.base import Policy
+from kvtier.core.quarantine import Quarantine
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.table import NO_ROW, CopyTable
 
@@ -37,7 +38,7 @@ class Residents:
         allocators: dict[Tier, SlabAllocator],
         generations: Generations,
         events: EventLog,
-        make_policy: Callable[[CopyTable], Policy],
+        make_policy: Mapping[Tier, Callable[[CopyTable], Policy]],
         shard_count: Callable[[int], int],
         quarantine_share: float,
     ) -> None:
@@ -52,18 +53,18 @@ class Residents:
         #: Rises whenever something may have become evictable or free.
         self.changes = 0
         self._queues: dict[tuple[Tier, int], Policy] = {}
-        self._quarantine: dict[Tier, deque[int]] = {tier: deque() for tier in allocators}
-        self._condemned_bytes = dict.fromkeys(allocators, 0)
-        self._quarantine_bytes_max = {
+        self.links = Links(table, index, self._ready)
+        bytes_max = {
             tier: int(allocator.capacity_bytes * quarantine_share)
             for tier, allocator in allocators.items()
         }
+        self.quarantine = Quarantine(table, bytes_max, self.drain)
 
     def queue(self, tier: Tier, record_bytes: int) -> Policy:
         """The eviction queue of one size class of one tier."""
         key = (tier, record_bytes)
         if key not in self._queues:
-            self._queues[key] = self._make_policy(self.table)
+            self._queues[key] = self._make_policy[tier](self.table)
         return self._queues[key]
 
     def begin(
@@ -96,27 +97,27 @@ class Residents:
         """FILLING -> SEALED: findable from now on, in place of a worse copy in the same tier."""
         table = self.table
         head = self.index.find(table.namespace[row], table.shard[row], table.key(row))
-        worse = self.in_tier(head, table.tier[row])
+        worse = self.index.copy_in(head, table.tier[row])
         if worse != NO_ROW:
             self._replace(worse, row)
         self._fire(row, Event.SEAL)
         self.index.insert(row)
-        if parent_key:
-            parent = self.in_tier(
-                self.index.find(table.namespace[row], table.shard[row], parent_key), table.tier[row]
-            )
-            if parent not in (NO_ROW, row):
-                table.parent[row] = parent + 1
-                table.children[parent] += 1
+        self.links.join(row, parent_key)
         self._queue_of(row).admit(row)
         self._record(EventKind.STORED, row)
 
-    def in_tier(self, head: int, tier: int) -> int:
-        """The copy in `tier` of the page whose best copy is `head`, or NO_ROW."""
-        for row in self.index.copies(head):
-            if self.table.tier[row] == tier:
-                return row
-        return NO_ROW
+    def restore(
+        self, tier: Tier, rows: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
+    ) -> None:
+        """FREE -> SEALED for rows whose columns and links are written, in a tier without pages."""
+        restore(self.table, rows, generations)
+        self.ledger.restored(tier, len(rows), int(self.table.column("record")[rows].sum()))
+        self.index.insert_many(rows)
+        for record_bytes in np.unique(self.table.column("record")[rows]).tolist():
+            queue = self.queue(tier, record_bytes)
+            for row in rows[self.table.column("record")[rows] == record_bytes].tolist():
+                queue.admit(row)
+        self.changes += 1
 
     def abandon(self, row: int) -> None:
         """FILLING -> FREE: its writer has stopped and will not write again."""
@@ -128,8 +129,7 @@ class Residents:
         self._fire(row, Event.ORPHAN)
 
     def is_orphan(self, row: int) -> bool:
-        tier = Tier(self.table.tier[row])
-        return self.table.state[row] == State.QUARANTINED and row not in self._quarantine[tier]
+        return self.table.state[row] == State.QUARANTINED and row not in self.quarantine
 
     def retire(self, row: int) -> None:
         """SEALED -> RETIRING, and on to FREE when no lease names it."""
@@ -141,23 +141,7 @@ class Residents:
         """SEALED -> QUARANTINED: unfindable at once, its bytes kept for inspection if possible."""
         self._unfind(row)
         self._fire(row, Event.CONDEMN)
-        tier = Tier(self.table.tier[row])
-        self._quarantine[tier].append(row)
-        self._condemned_bytes[tier] += self.table.record[row]
-        self._drain_quarantine(tier)
-
-    def _drain_quarantine(self, tier: Tier) -> None:
-        """Drains the oldest until the tier's cap is kept; what a lease names goes when it ends."""
-        quarantine = self._quarantine[tier]
-        for _ in range(len(quarantine)):
-            if self._condemned_bytes[tier] <= self._quarantine_bytes_max[tier]:
-                break
-            oldest = quarantine.popleft()
-            if self.table.leases[oldest]:
-                quarantine.append(oldest)
-                continue
-            self._condemned_bytes[tier] -= self.table.record[oldest]
-            self.drain(oldest)
+        self.quarantine.add(row)
 
     def drain(self, row: int) -> None:
         """RETIRING or QUARANTINED -> FREE, if nothing names the slot any more."""
@@ -183,7 +167,7 @@ class Residents:
         elif state == State.RETIRING:
             self.drain(row)
         elif state == State.QUARANTINED:
-            self._drain_quarantine(Tier(self.table.tier[row]))
+            self.quarantine.trim(Tier(self.table.tier[row]))
 
     def _ready(self, row: int) -> None:
         """One of its reasons to stay has gone: it, and its sibling shards, may be candidates."""
@@ -205,7 +189,9 @@ class Residents:
             key = table.key(row)
             for shard in range(count):
                 if shard != table.shard[row]:
-                    other = self.in_tier(self.index.find(namespace, shard, key), table.tier[row])
+                    other = self.index.copy_in(
+                        self.index.find(namespace, shard, key), table.tier[row]
+                    )
                     if other != NO_ROW:
                         rows.append(other)
         return rows
@@ -233,6 +219,8 @@ class Residents:
     def touch(self, rows: npt.NDArray[np.int64]) -> None:
         """The pages were used together; `rows` goes from the head of their chain to its tail."""
         table = self.table
+        uses = table.column("uses")
+        uses[rows] = np.minimum(uses[rows], 254) + 1
         while len(rows):
             tier, record = table.tier[int(rows[0])], table.record[int(rows[0])]
             together = (table.column("tier")[rows] == tier) & (
@@ -243,50 +231,21 @@ class Residents:
 
     def retire_many(self, rows: npt.NDArray[np.int64]) -> None:
         """Retires sealed rows; chain links of and between them are cut in one vector pass."""
-        self.cut_links(rows)
+        self.links.cut(rows)
         for row in rows.tolist():
             self.retire(row)
-
-    def cut_links(self, rows: npt.NDArray[np.int64]) -> None:
-        """Takes `rows` out of their chains: no parents, no children, and nobody's child or
-        parent."""
-        table = self.table
-        parent, children = table.column("parent"), table.column("children")
-        parents = parent[rows].astype(np.int64) - 1
-        parents = parents[parents >= 0]
-        parent[rows] = 0
-        np.subtract.at(children, parents, 1)
-        if bool(children[rows].any()):
-            table.orphan_children(rows)
-            children[rows] = 0
-        for row in np.setdiff1d(parents, rows).tolist():
-            if children[row] == 0 and table.state[row] == State.SEALED:
-                self._ready(row)
 
     def _replace(self, old: int, new: int) -> None:
         """Retires `old`, a copy of the same page in the same tier; `new` takes over its
         children."""
-        table = self.table
-        if table.children[old]:
-            parents = table.live("parent")
-            parents[parents == old + 1] = new + 1
-            table.children[new] += table.children[old]
-            table.children[old] = 0
+        self.links.inherit(old, new)
         self.retire(old)
 
     def _unfind(self, row: int) -> None:
-        table = self.table
         shards = self.siblings(row)[1:]
         self.index.remove(row)
         self._queue_of(row).forget(row)
-        if parent := table.parent[row]:
-            table.parent[row] = 0
-            table.children[parent - 1] -= 1
-            if table.children[parent - 1] == 0 and table.state[parent - 1] == State.SEALED:
-                self._ready(parent - 1)
-        if table.children[row]:
-            table.orphan_children(np.array([row]))
-            table.children[row] = 0
+        self.links.leave(row)
         if shards:
             self._ready(shards[0])
         self._record(EventKind.REMOVED, row)

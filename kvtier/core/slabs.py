@@ -1,17 +1,21 @@
 """Slots of one tier: slabs bound on demand to a size class, cut into slots of exactly that size.
 
 A class is a record size, so a page wastes nothing; only the tail of a slab that no slot fits into
-is lost. Slots are named by their offset in units of 4 KiB, whatever their class. A slab is used
-only after `grant`; an empty one can be bound to another class. Pure bookkeeping: the bytes are
-elsewhere. The caller holds the store's lock.
+is lost. Slots are named by their offset in units of 4 KiB, whatever their class: a slab's number
+times its units, and on from there. Numbers need not follow each other (on NVMe they name a device
+and a file of it). A slab is used only after `grant`, and no more after `withdraw`; an empty one can
+be bound to another class. Pure bookkeeping: the bytes are elsewhere. The caller holds the store's
+lock.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 __all__ = ["SLOT_UNIT", "SlabAllocator", "SlabCounts"]
 
@@ -42,56 +46,111 @@ class _SizeClass:
         self.slabs: set[int] = set()
 
 
-class SlabAllocator:
-    """`capacity_bytes` cut into slabs of `slab_bytes`; a rest smaller than a slab is not used."""
+@dataclass(slots=True)
+class _Slab:
+    record_bytes: int = 0  # of its class; 0: unbound
+    used: int = 0  # slots
+    granted: bool = False
 
-    def __init__(self, *, capacity_bytes: int, slab_bytes: int) -> None:
+
+class SlabAllocator:
+    """Hands out slots of the slabs `numbers`, each of `slab_bytes`."""
+
+    def __init__(self, *, slab_bytes: int, numbers: Iterable[int]) -> None:
         if slab_bytes <= 0 or slab_bytes % SLOT_UNIT:
             raise ValueError(f"slab_bytes must be a positive multiple of {SLOT_UNIT}")
         self.slab_bytes = slab_bytes
-        self.slabs = capacity_bytes // slab_bytes
-        if not self.slabs:
-            raise ValueError(f"{capacity_bytes} bytes do not hold one slab of {slab_bytes}")
+        self._slabs = {number: _Slab() for number in numbers}
+        if not self._slabs:
+            raise ValueError("a tier needs at least one slab")
         self._units = slab_bytes // SLOT_UNIT
-        self._class_of: list[int] = [0] * self.slabs  # record bytes, 0: unbound
-        self._used: list[int] = [0] * self.slabs
-        self._granted: list[bool] = [False] * self.slabs
         self._unbound: list[int] = []
         self._classes: dict[int, _SizeClass] = {}
         self.granted = 0
 
     @property
+    def slabs(self) -> int:
+        return len(self._slabs)
+
+    @property
     def capacity_bytes(self) -> int:
-        return self.slabs * self.slab_bytes
+        return len(self._slabs) * self.slab_bytes
+
+    @property
+    def slab_units(self) -> int:
+        """Slot units of one slab."""
+        return self._units
+
+    def is_granted(self, slab: int) -> bool:
+        return self._slabs[slab].granted
+
+    def can_grant(self, slab: int) -> bool:
+        """Not granted, and no slot of it is still in use from before."""
+        state = self._slabs[slab]
+        return not state.granted and state.used == 0
 
     def grant(self, slab: int) -> None:
         """From now on the slab may be used."""
-        assert not self._granted[slab]
-        self._granted[slab] = True
+        state = self._slabs[slab]
+        assert not state.granted
+        assert state.used == 0
+        state.granted = True
+        state.record_bytes = 0
         self._unbound.append(slab)
         self.granted += 1
+
+    def withdraw(self, slab: int) -> None:
+        """From now on no slot of it is handed out. Slots in use are still given back by `free`."""
+        state = self._slabs[slab]
+        assert state.granted
+        state.granted = False
+        self.granted -= 1
+        if state.record_bytes:
+            self._unbind(self._classes[state.record_bytes], slab)
+        else:
+            self._unbound.remove(slab)
 
     def reserve(self, record_bytes: int) -> int | None:
         """A free slot of this size, binding an unbound or empty slab when there is none; None: no
         room."""
         assert 0 < record_bytes <= self.slab_bytes
         assert record_bytes % SLOT_UNIT == 0
-        size = self._classes.get(record_bytes)
-        if size is None:
-            size = self._classes[record_bytes] = _SizeClass(record_bytes)
+        size = self._class(record_bytes)
         slot = self._pop(size)
         if slot is None and self._bind(size):
             slot = self._pop(size)
         if slot is not None:
-            self._used[self.slab_of(slot)] += 1
+            self._slabs[self.slab_of(slot)].used += 1
         return slot
 
     def free(self, slot: int) -> None:
         """Takes a slot back."""
-        slab = self.slab_of(slot)
-        assert self._used[slab] > 0
-        self._used[slab] -= 1
-        self._classes[self._class_of[slab]].given_back.append(slot)
+        state = self._slabs[self.slab_of(slot)]
+        assert state.used > 0
+        state.used -= 1
+        if state.granted:
+            self._classes[state.record_bytes].given_back.append(slot)
+
+    def has_free(self, record_bytes: int) -> bool:
+        """`reserve` would find a slot without taking a slab from another class."""
+        size = self._class(record_bytes)
+        return bool(size.given_back) or size.fresh_at < size.fresh_end or bool(self._unbound)
+
+    def restore(self, slab: int, record_bytes: int, slots: npt.NDArray[np.uint64]) -> None:
+        """Binds a granted, unbound slab to a class, with these of its slots in use."""
+        state = self._slabs[slab]
+        assert state.granted
+        self._unbound.remove(slab)
+        size = self._class(record_bytes)
+        state.record_bytes = record_bytes
+        state.used = len(slots)
+        size.slabs.add(slab)
+        units = record_bytes // SLOT_UNIT
+        count = self.slab_bytes // record_bytes
+        every = np.arange(count, dtype=np.uint64) * np.uint64(units) + np.uint64(slab * self._units)
+        free = np.setdiff1d(every, slots, assume_unique=True)
+        assert len(free) == count - len(slots), "a slot that the class does not have"
+        size.given_back.frombytes(np.flip(free).tobytes())
 
     def slab_of(self, slot: int) -> int:
         return slot // self._units
@@ -105,23 +164,40 @@ class SlabAllocator:
         size = self._classes.get(record_bytes)
         return sorted(size.slabs) if size else []
 
+    def bindings(self) -> dict[int, int]:
+        """Record size of every slab that is bound to one."""
+        return {slab: size.record_bytes for size in self._classes.values() for slab in size.slabs}
+
     def classes(self) -> list[int]:
         """Record sizes that have at least one slab."""
         return [record_bytes for record_bytes, size in self._classes.items() if size.slabs]
 
     def counts(self) -> SlabCounts:
         """Computed from the slots themselves, so that it can be held against the ledger."""
-        ungranted = (self.slabs - self.granted) * self.slab_bytes
-        used = free = tails = 0
+        used = free = tails = withdrawn_used = 0
+        for state in self._slabs.values():
+            if not state.granted and state.used:
+                withdrawn_used += state.used * state.record_bytes
         for record_bytes, size in self._classes.items():
-            slots_used = sum(self._used[slab] for slab in size.slabs)
+            slots_used = sum(self._slabs[slab].used for slab in size.slabs)
             fresh = (size.fresh_end - size.fresh_at) * SLOT_UNIT // record_bytes
             slots_free = len(size.given_back) + fresh
             used += slots_used * record_bytes
             free += slots_free * record_bytes
             tails += len(size.slabs) * (self.slab_bytes % record_bytes)
-        unbound = len(self._unbound) * self.slab_bytes
-        return SlabCounts(ungranted=ungranted, unbound=unbound, used=used, free=free, tails=tails)
+        return SlabCounts(
+            ungranted=(len(self._slabs) - self.granted) * self.slab_bytes - withdrawn_used,
+            unbound=len(self._unbound) * self.slab_bytes,
+            used=used + withdrawn_used,
+            free=free,
+            tails=tails,
+        )
+
+    def _class(self, record_bytes: int) -> _SizeClass:
+        size = self._classes.get(record_bytes)
+        if size is None:
+            size = self._classes[record_bytes] = _SizeClass(record_bytes)
+        return size
 
     def _pop(self, size: _SizeClass) -> int | None:
         if size.given_back:
@@ -136,7 +212,7 @@ class SlabAllocator:
         slab = self._unbound.pop() if self._unbound else self._unbind_empty(size)
         if slab is None:
             return False
-        self._class_of[slab] = size.record_bytes
+        self._slabs[slab].record_bytes = size.record_bytes
         size.slabs.add(slab)
         size.fresh_at = slab * self._units
         slots = self.slab_bytes // size.record_bytes
@@ -149,12 +225,14 @@ class SlabAllocator:
             if size is taker:
                 continue
             for slab in size.slabs:
-                if self._used[slab] == 0:
+                if self._slabs[slab].used == 0:
                     self._unbind(size, slab)
+                    self._slabs[slab].record_bytes = 0
                     return slab
         return None
 
     def _unbind(self, size: _SizeClass, slab: int) -> None:
+        """Takes a slab's free slots out of its class. Its own entry still names the class."""
         low, high = self.slab_range(slab)
         slots = np.frombuffer(size.given_back, np.uint64)
         kept = slots[(slots < low) | (slots >= high)].tobytes()
@@ -163,4 +241,3 @@ class SlabAllocator:
         if low <= size.fresh_at < high:
             size.fresh_at = size.fresh_end = 0
         size.slabs.discard(slab)
-        self._class_of[slab] = 0

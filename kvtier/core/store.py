@@ -12,7 +12,7 @@ Time is an argument (monotonic seconds); nothing here reads a clock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvtier.core.handles import Filling, Reading
 from kvtier.core.index import Index
 from kvtier.core.ledger import LedgerError, TierCounts
 from kvtier.core.lifecycle import State
+from kvtier.core.moves import Moves
 from kvtier.core.page import (
     Codec,
     DeleteCode,
@@ -38,7 +39,9 @@ from kvtier.core.placement import Placement
 from kvtier.core.policy.base import Policy
 from kvtier.core.policy.lru import Clock, LruTailFirst
 from kvtier.core.residents import Residents
+from kvtier.core.room import Room
 from kvtier.core.slabs import SlabAllocator
+from kvtier.core.snapshots import Snapshots
 from kvtier.core.table import NO_ROW, CopyTable
 from kvtier.core.watching import Watching
 
@@ -46,6 +49,7 @@ __all__ = ["Counters", "Store", "StoreConfig"]
 
 Keys = npt.NDArray[np.uint8]  # shape (n, 32)
 Codes = npt.NDArray[np.uint8]
+MakePolicy = Callable[[CopyTable, Clock], Policy]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,13 @@ class StoreConfig:
     seed: int
     events_max: int = 65_536
     quarantine_share: float = 0.05
+
+
+def _with_clock(
+    make: MakePolicy | Mapping[Tier, MakePolicy], tier: Tier, clock: Clock
+) -> Callable[[CopyTable], Policy]:
+    of_tier = make[tier] if isinstance(make, Mapping) else make
+    return lambda table: of_tier(table, clock)
 
 
 @dataclass(slots=True)
@@ -69,6 +80,7 @@ class Counters:
     stale_commits: int = 0
     deleted: int = 0
     evicted: int = 0
+    evicted_last: int = 0  # of the evicted copies, those that were their page's last one
     condemned: int = 0
     slabs_moved: int = 0
 
@@ -80,8 +92,9 @@ class Store:
         *,
         tiers: dict[Tier, SlabAllocator],
         generations: Generations,
-        make_policy: Callable[[CopyTable, Clock], Policy] = LruTailFirst,
+        make_policy: MakePolicy | Mapping[Tier, MakePolicy] = LruTailFirst,
     ) -> None:
+        """`make_policy`: for all tiers, or one for each."""
         self.boot_id = config.boot_id
         self._lock = threading.Lock()
         self._table = CopyTable(config.pages_max)
@@ -94,7 +107,7 @@ class Store:
             allocators=tiers,
             generations=generations,
             events=self._events,
-            make_policy=lambda table: make_policy(table, clock),
+            make_policy={tier: _with_clock(make_policy, tier, clock) for tier in tiers},
             shard_count=lambda namespace: self._shard_counts.get(namespace, 1),
             quarantine_share=config.quarantine_share,
         )
@@ -103,6 +116,10 @@ class Store:
         self._ended: set[int] = set()  # numbers whose pages `sweep` has to look for
         self._sweeping: npt.NDArray[np.int64] = np.empty(0, np.int64)  # and rows it has found
         self._counters = Counters()
+        self._generations = generations
+        self._moves = Moves(self._table)
+        self.room = Room(self._lock, self._residents)
+        self.snapshots = Snapshots(self._lock, self._residents, self._moves, generations)
         self.pins = Pins(self._lock, self._residents, self._shard_counts)
         self.watching = Watching(self._lock, self._residents, self._shard_counts)
 
@@ -128,7 +145,7 @@ class Store:
                 # One scan an end: nothing is sealed under a number that has ended.
                 self._sweeping = self._sealed_of(np.fromiter(self._ended, np.uint32))
                 self._ended.clear()
-                self._residents.cut_links(self._sweeping)
+                self._residents.links.cut(self._sweeping)
             rows, self._sweeping = self._sweeping[:pages_max], self._sweeping[pages_max:]
             # Rows can have been evicted, and used again, since the scan.
             for row in rows.tolist():
@@ -164,14 +181,17 @@ class Store:
             codes = np.where(hit, np.uint8(GetCode.HIT), np.uint8(GetCode.MISS))
             return codes, tiers
 
-    def acquire(self, namespace: int, shard: int, keys: Keys) -> list[Reading | GetCode]:
-        """A Reading of the best copy of each key, or MISS, or STALE. Counts as a use of the
-        pages."""
+    def acquire(
+        self, namespace: int, shard: int, keys: Keys, *, is_use: bool = True
+    ) -> list[Reading | GetCode]:
+        """A Reading of the best copy of each key, or MISS, or STALE."""
         with self._lock:
             if namespace not in self._shard_counts:
                 return [GetCode.STALE] * len(keys)
             rows = self._index.find_many(namespace, shard, keys)
-            self._residents.touch(rows[rows != NO_ROW])
+            if is_use:
+                self._residents.touch(rows[rows != NO_ROW])
+                self._touch_twins(rows[rows != NO_ROW])
             return [GetCode.MISS if row == NO_ROW else self._read(row) for row in rows.tolist()]
 
     def acquire_next(
@@ -197,23 +217,98 @@ class Store:
         with self._lock:
             return self._table.rows_where(tier=tier, state=State.SEALED)
 
+    def in_tier(self, namespace: int, shard: int, keys: Keys, tier: Tier) -> npt.NDArray[np.bool_]:
+        """Which of `keys` have a copy in `tier` (an array of False when the namespace ended)."""
+        with self._lock:
+            if namespace not in self._shard_counts:
+                return np.zeros(len(keys), bool)
+            rows = self._index.find_many(namespace, shard, keys)
+            heads = self._table.column("tier")[rows] == tier
+            found: npt.NDArray[np.bool_] = (rows != NO_ROW) & heads
+            for i in np.flatnonzero((rows != NO_ROW) & ~heads).tolist():
+                found[i] = self._index.copy_in(int(rows[i]), tier) != NO_ROW
+            return found
+
+    def uncopied_rows(
+        self, tier: Tier, *, coldest_bytes: int, uses_min: int, rows_max: int
+    ) -> npt.NDArray[np.int64]:
+        """Of the coldest `coldest_bytes` of `tier`, rows without a copy in a lower tier.
+
+        Advice: read without the lock, so that a look at a million rows keeps nobody waiting.
+        """
+        table = self._table
+        rows = table.rows_where(tier=tier, state=State.SEALED)
+        rows = rows[np.argsort(table.column("stamp")[rows])]
+        within = np.cumsum(table.column("record")[rows]) <= np.uint64(max(0, coldest_bytes))
+        rows = rows[within]
+        wanted = (table.column("twin")[rows] == 0) & (table.column("uses")[rows] >= uses_min)
+        found: npt.NDArray[np.int64] = rows[wanted][:rows_max]
+        return found
+
+    # -- quarantine
+    # ---------------------------------------------------------------------------------------
+
+    def quarantined(self) -> list[tuple[PageRef, int, int, bytes, int, Codec]]:
+        """(ref, namespace, shard, key, length, codec) of the condemned copies whose bytes are
+        kept, the oldest of each tier first."""
+        with self._lock:
+            table = self._table
+            return [
+                (
+                    self._ref(row),
+                    table.namespace[row],
+                    table.shard[row],
+                    table.key(row),
+                    table.length[row],
+                    Codec(table.codec[row]),
+                )
+                for row in self._residents.quarantine
+            ]
+
+    def hold_quarantined(self, ref: PageRef) -> Reading | None:
+        """A Reading of a condemned copy, for inspection alone; None when it is not kept."""
+        with self._lock:
+            row = self._row_of(ref)
+            if row == NO_ROW or self._table.state[row] != State.QUARANTINED:
+                return None
+            return self._read(row) if row in self._residents.quarantine else None
+
+    def clear_quarantine(self, refs: Sequence[PageRef] | None) -> int:
+        """Gives the slots of condemned copies back, of all or of those named; how many."""
+        with self._lock:
+            quarantine = self._residents.quarantine
+            if refs is None:
+                rows = list(quarantine)
+            else:
+                rows = [row for row in map(self._row_of, refs) if row != NO_ROW]
+                rows = [row for row in dict.fromkeys(rows) if row in quarantine]
+            return sum(quarantine.remove(row) for row in rows)
+
     # -- writing
     # ------------------------------------------------------------------------------------------
 
     def reserve(
-        self, namespace: int, shard: int, meta: PageMeta, record_bytes: int, tier: Tier = Tier.HOST
+        self,
+        namespace: int,
+        shard: int,
+        meta: PageMeta,
+        record_bytes: int,
+        *,
+        tier: Tier = Tier.HOST,
+        source: Reading | None = None,
     ) -> Filling | PutCode:
         """A slot for a page, or EXISTS, STALE_GENERATION, BUSY. May evict.
 
-        A page that is in any tier already is EXISTS, unless the copy is for another tier than its
-        present ones (`tier` is not HOST: a move), or is exact where the present ones are lossy:
-        then it takes the place of the lossy one in its tier when it is sealed.
+        A page that is in any tier already is EXISTS, unless it is exact where the present ones are
+        lossy: then it takes the place of the lossy one in its tier when it is sealed. With a
+        `source`, a copy in another tier, only a copy in `tier` counts, and `seal` says
+        STALE_GENERATION if the source can be found no more.
         """
         with self._lock:
             if namespace not in self._shard_counts:
                 self._counters.stale_commits += 1
                 return PutCode.STALE_GENERATION
-            if self._is_there(namespace, shard, meta, tier):
+            if self._is_there(namespace, shard, meta, tier if source else None):
                 self._counters.exists += 1
                 return PutCode.EXISTS
             self._use_parent(namespace, shard, meta.parent)
@@ -230,6 +325,8 @@ class Store:
             if row == NO_ROW:
                 self._counters.busy += 1
                 return PutCode.BUSY
+            if source is not None:
+                self._moves.begin(row, source)
             return Filling(self, row=row, ref=self._ref(row), namespace=namespace, meta=meta)
 
     def condemn(self, ref: PageRef) -> bool:
@@ -270,10 +367,6 @@ class Store:
     # -- tiers and counts
     # ---------------------------------------------------------------------------------
 
-    def grant_slab(self, tier: Tier, slab: int) -> None:
-        with self._lock:
-            self._residents.allocators[tier].grant(slab)
-
     def status(self) -> dict[Tier, TierCounts]:
         """Counts of every tier, taken together."""
         with self._lock:
@@ -283,6 +376,7 @@ class Store:
     def counters(self) -> Counters:
         with self._lock:
             self._counters.evicted = self._placement.evicted
+            self._counters.evicted_last = self._placement.evicted_last
             self._counters.slabs_moved = self._placement.slabs_moved
             return Counters(**{name: getattr(self._counters, name) for name in Counters.__slots__})
 
@@ -317,14 +411,18 @@ class Store:
         with self._lock:
             row, meta, ref = filling.row, filling.meta, filling.ref
             table = self._table
+            is_lost, is_move = self._moves.is_lost(row), self._moves.end(row)
             if table.generation[row] != ref.generation or table.state[row] != State.FILLING:
                 self._counters.stale_commits += 1
                 return PutCode.STALE_GENERATION
-            if filling.namespace not in self._shard_counts:
+            allocator = self._residents.allocators[ref.tier]
+            is_lost |= not allocator.is_granted(allocator.slab_of(ref.slot))
+            if is_lost or filling.namespace not in self._shard_counts:
                 self._residents.abandon(row)
                 self._counters.stale_commits += 1
                 return PutCode.STALE_GENERATION
-            if self._is_there(filling.namespace, table.shard[row], meta, ref.tier):
+            only_in = ref.tier if is_move else None
+            if self._is_there(filling.namespace, table.shard[row], meta, only_in):
                 self._residents.abandon(row)
                 self._counters.exists += 1
                 return PutCode.EXISTS
@@ -335,12 +433,18 @@ class Store:
     def _abandon(self, filling: Filling) -> None:
         with self._lock:
             if self._table.generation[filling.row] == filling.ref.generation:
+                self._moves.end(filling.row)
                 self._residents.abandon(filling.row)
 
     def _orphan(self, filling: Filling) -> None:
         with self._lock:
             if self._table.generation[filling.row] == filling.ref.generation:
+                self._moves.end(filling.row)
                 self._residents.orphan(filling.row)
+
+    def _read_again(self, reading: Reading) -> Reading:
+        with self._lock:
+            return self._read(reading.row)
 
     def _release(self, row: int) -> None:
         with self._lock:
@@ -349,13 +453,20 @@ class Store:
     # -- inside the lock
     # ----------------------------------------------------------------------------------
 
-    def _is_there(self, namespace: int, shard: int, meta: PageMeta, tier: Tier) -> bool:
-        """A copy that is as good as the new one, in any tier (or in `tier`, for a move)."""
+    def _is_there(self, namespace: int, shard: int, meta: PageMeta, only_in: Tier | None) -> bool:
+        """A copy that is as good as the new one, in any tier or in that one."""
         table = self._table
         return any(
-            (tier is Tier.HOST or table.tier[row] == tier) and (meta.lossy or not table.lossy[row])
+            (only_in is None or table.tier[row] == only_in) and (meta.lossy or not table.lossy[row])
             for row in self._index.copies(self._index.find(namespace, shard, meta.key))
         )
+
+    def _touch_twins(self, rows: npt.NDArray[np.int64]) -> None:
+        """The copies in lower tiers were used too: they are what stays when the better one goes."""
+        while len(rows):
+            twins = self._table.column("twin")[rows].astype(np.int64) - 1
+            rows = twins[twins != NO_ROW]
+            self._residents.touch(rows)
 
     def _use_parent(self, namespace: int, shard: int, parent: bytes) -> None:
         """A page that goes on is in use: it must not be what gives way for the page after it."""

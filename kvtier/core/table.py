@@ -28,6 +28,7 @@ _COLUMNS: dict[str, tuple[type[np.generic], str]] = {
     "tier": (np.uint8, "page.Tier"),
     "codec": (np.uint8, "page.Codec"),
     "lossy": (np.uint8, "1: not the bytes its maker computed"),
+    "uses": (np.uint8, "times used since it was stored, up to 255"),
     "shard": (np.uint16, "shard number"),
     "namespace": (np.uint32, "namespace number: one family in one generation"),
     "leases": (np.int32, "pins and readers that name the slot"),
@@ -52,6 +53,7 @@ class CopyTable:
     tier: memoryview
     codec: memoryview
     lossy: memoryview
+    uses: memoryview
     shard: memoryview
     namespace: memoryview
     leases: memoryview
@@ -114,10 +116,18 @@ class CopyTable:
         assert self.state[row] == State.FREE
         assert self.leases[row] == 0
         self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
-        for column in (self.queued, self.parent, self.children, self.twin, self.link):
+        for column in (self.uses, self.queued, self.parent, self.children, self.twin, self.link):
             column[row] = 0
         self.rows_live += 1
         return row
+
+    def take_rows(self, count: int) -> npt.NDArray[np.int64]:
+        """Rows that were never used, for `count` new copies, in order; fewer when there are not so
+        many."""
+        rows = np.arange(self._used_before, min(self._used_before + count, self.rows_max))
+        self._used_before += len(rows)
+        self.rows_live += len(rows)
+        return rows
 
     def give_row(self, row: int) -> None:
         """Takes back a row whose state is FREE."""

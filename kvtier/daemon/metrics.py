@@ -23,7 +23,17 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-__all__ = ["METRICS", "Exporter", "MetricKind", "MetricSpec", "Metrics", "metrics_markdown"]
+from kvtier.core.page import Tier
+
+__all__ = [
+    "METRICS",
+    "NVME_METRICS",
+    "Exporter",
+    "MetricKind",
+    "MetricSpec",
+    "Metrics",
+    "metrics_markdown",
+]
 
 #: A value for each combination of labels, in the order of the spec's labels.
 Samples = Mapping[tuple[str, ...], float]
@@ -63,15 +73,32 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec("kvtier_sent_bytes_total", _C, (), "Payload bytes that Gets took."),
     _spec("kvtier_put_pages_total", _C, ("code",), "Pages of ended Puts, by outcome."),
     _spec("kvtier_get_pages_total", _C, ("code",), "Pages of Gets, by outcome."),
+    _spec("kvtier_get_hits_total", _C, ("tier",), "Pages that Gets gave out, by where they lay."),
     _spec("kvtier_lookup_keys_total", _C, ("result",), "Keys of Lookups: hit or miss."),
     _spec("kvtier_pages_total", _C, ("event",), "Copies: stored, evicted, deleted, condemned."),
     _spec("kvtier_refused_commits_total", _C, ("reason",), "Reservations and seals that failed."),
     _spec("kvtier_slabs_moved_total", _C, (), "Slabs that changed their size class."),
     _spec("kvtier_tier_bytes", _G, ("tier", "kind"), "Bytes of a tier, whole slots."),
     _spec("kvtier_tier_pages", _G, ("tier", "state"), "Copies in a tier, by state; pinned ones."),
+    _spec("kvtier_moves_total", _C, ("way", "result"), "Pages moved down to NVMe or up from it."),
+    _spec("kvtier_moves_dropped_total", _C, ("reason",), "Copies to NVMe that were given up."),
+    _spec("kvtier_moves_under_way", _G, (), "Movements that wait or run, but for those of gets."),
+    _spec("kvtier_nvme_bytes_total", _C, ("way",), "Bytes of records written to NVMe and read."),
+    _spec("kvtier_nvme_disk_bytes", _G, ("path",), "What the files of a device take on its disk."),
+    _spec("kvtier_nvme_device_online", _G, ("path",), "1 for a device that is online, else 0."),
+    _spec("kvtier_nvme_io_errors_total", _C, (), "Reads and writes that failed or did not end."),
+    _spec("kvtier_nvme_no_room_total", _C, (), "Segments that the file system had no room for."),
+    _spec("kvtier_nvme_checkpoints_total", _C, (), "Checkpoints written."),
+    _spec("kvtier_nvme_journal_bytes", _G, (), "Length of the present journal."),
+    _spec("kvtier_nvme_recovered", _G, ("what",), "What the start found on NVMe, by kind."),
     _spec("kvtier_sessions", _G, (), "Client sessions."),
     _spec("kvtier_handles", _G, (), "Namespace handles of all sessions."),
     _spec("kvtier_namespaces", _G, (), "Namespaces known."),
+)
+
+#: Without an NVMe tier these have no values.
+NVME_METRICS = tuple(
+    spec.name for spec in METRICS if spec.name.startswith(("kvtier_moves", "kvtier_nvme"))
 )
 
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -83,6 +110,7 @@ _PUSHED = frozenset(
         "kvtier_sent_bytes_total",
         "kvtier_put_pages_total",
         "kvtier_get_pages_total",
+        "kvtier_get_hits_total",
     )
 )
 
@@ -127,6 +155,7 @@ class Metrics:
         self._sent = counter("kvtier_sent_bytes_total")
         self._put_pages = counter("kvtier_put_pages_total")
         self._get_pages = counter("kvtier_get_pages_total")
+        self._get_hits = counter("kvtier_get_hits_total")
         seconds = by_name["kvtier_rpc_seconds"]
         self._seconds = Histogram(
             seconds.name, seconds.help, seconds.labels, buckets=_BUCKETS, registry=self.registry
@@ -145,10 +174,14 @@ class Metrics:
             self._received.inc(payload_bytes)
             self._count("put", codes, self._put_pages)
 
-    def get_ended(self, codes: Iterable[str], payload_bytes: int) -> None:
+    def get_ended(self, codes: Iterable[str], payload_bytes: int, hits: Mapping[Tier, int]) -> None:
         if self.is_counting:
             self._sent.inc(payload_bytes)
             self._count("get", codes, self._get_pages)
+            for tier, count in hits.items():
+                name = tier.name.lower()
+                self._get_hits.labels(name).inc(count)
+                self._totals[f"hit_{name}"] = self._totals.get(f"hit_{name}", 0) + count
 
     def page_totals(self) -> dict[str, int]:
         """Pages by "put_stored", "get_hit", ..., as GetStatus tells them."""

@@ -13,21 +13,28 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from functools import partial
 
 from kvtier._version import __version__
 from kvtier.config import Config
 from kvtier.config import Verify as VerifySetting
+from kvtier.core.handles import Reading
 from kvtier.core.page import Codec, Tier
 from kvtier.core.store import Counters, Store
 from kvtier.daemon.admission import Admission
-from kvtier.daemon.metrics import Metrics, Samples
+from kvtier.daemon.flushing import Unflushed
+from kvtier.daemon.metrics import NVME_METRICS, Metrics, Samples
+from kvtier.daemon.nvme import NvmeService
+from kvtier.daemon.nvme_open import NvmeParts
 from kvtier.daemon.registry import Registry
+from kvtier.daemon.scrub import Scrubber, ScrubParts
 from kvtier.daemon.sessions import Session, Sessions
 from kvtier.daemon.state import DaemonDirectory
 from kvtier.errors import DaemonUnavailable
 from kvtier.packing.record import HEADER_BYTES
 from kvtier.tiers.host import HostArena
-from kvtier.transfer.place import Place
+from kvtier.transfer.mover import MoveCode
+from kvtier.transfer.place import Identity, Place, load
 from kvtier.transfer.place import Verify as VerifyMode
 
 __all__ = ["PLANES", "Node", "NodeState", "Parts"]
@@ -59,6 +66,7 @@ class Parts:
     directory: DaemonDirectory
     arena: HostArena
     store: Store
+    nvme: NvmeParts | None = None
 
 
 @dataclass(slots=True)
@@ -67,6 +75,9 @@ class DrainRequest:
 
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     deadline: float = 0.0
+    #: Everything is done that there was time for; so many pages are lost with the process.
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    pages_lost: int = 0
 
 
 class Node:
@@ -81,14 +92,28 @@ class Node:
         self.started_at = time.monotonic()
         self.listening: list[str] = []
         self.metrics_url = ""
-        self.admission = Admission(limits)
         self.registry = Registry(parts.directory, parts.store, namespaces_max=limits.namespaces_max)
+        self.nvme: NvmeService | None = None
+        if parts.nvme is not None:
+            self.nvme = NvmeService(parts.nvme, self.store, self.arena, self.registry)
+        self.unflushed = Unflushed(self.store)
+        self.admission = Admission(limits)
         self.sessions: Sessions[Place] = Sessions(
             clock=time.monotonic,
             ttl_s=limits.session_ttl_s,
             sessions_max=limits.sessions_max,
             handles_per_session_max=limits.handles_per_session_max,
             on_end=self._session_ended,
+        )
+        self.scrubber = Scrubber(
+            ScrubParts(
+                store=parts.store,
+                arena=parts.arena,
+                identity_of=self.registry.identity_of,
+                recheck=self._recheck,
+                condemn=self._condemn,
+                nvme=self.nvme.segments_to_scrub() if self.nvme else None,
+            )
         )
         self.metrics = Metrics(self.readings)
         self.drain = DrainRequest()
@@ -123,7 +148,12 @@ class Node:
     def warnings(self) -> list[str]:
         """Everything that runs in a lesser way than configured."""
         degraded = self.arena.degraded
-        return [*self._warnings, *([f"host tier: {degraded}"] if degraded else [])]
+        return [
+            *self._warnings,
+            *([f"host tier: {degraded}"] if degraded else []),
+            *(self.nvme.warnings() if self.nvme else ()),
+            *self.scrubber.problems,
+        ]
 
     def warn(self, what: str) -> None:
         self._warnings.append(what)
@@ -202,14 +232,43 @@ class Node:
             "kvtier_sessions": {(): len(self.sessions)},
             "kvtier_handles": {(): self.sessions.handle_count},
             "kvtier_namespaces": {(): len(self.registry)},
+            **(self.nvme.readings() if self.nvme else {name: {} for name in NVME_METRICS}),
         }
+
+    async def flush(self, session: int) -> tuple[int, int]:
+        """(pages that are durable now, pages that are not) of what the session has put since its
+        last flush."""
+        held, lost = self.unflushed.take(session)
+        pages = 0
+        for scope, keys in held:
+            durable = 0
+            if self.nvme is not None:
+                durable = int((await self.nvme.tiering.make_durable(scope, keys)).sum())
+            pages += durable
+            lost += len(keys) - durable
+        return pages, lost
 
     def host_pages(self) -> int:
         """Pages that end with this process: sealed in host memory and nowhere else."""
-        return self.store.status()[Tier.HOST].sealed
+        return len(
+            self.store.uncopied_rows(Tier.HOST, coldest_bytes=1 << 62, uses_min=0, rows_max=1 << 31)
+        )
+
+    async def _recheck(self, reading: Reading, identity: Identity, key: bytes) -> bool:
+        """Whether the copy is whole, read in this process."""
+        if reading.ref.tier is Tier.NVME and self.nvme is not None:
+            return await self.nvme.mover.is_whole(reading, identity, key)
+        check = partial(load, self.arena, identity, reading, key, check_payload=True)
+        return await asyncio.to_thread(check) is not None
+
+    async def _condemn(self, reading: Reading) -> bool:
+        if reading.ref.tier is Tier.NVME and self.nvme is not None:
+            return await self.nvme.mover.condemn(reading) is MoveCode.CORRUPT
+        return self.store.condemn(reading.ref)
 
     def _session_ended(self, session: Session[Place], why: str) -> None:
         leases = self.store.pins.end_session(session.session_id)
+        self.unflushed.end(session.session_id)
         log.info(
             "session.closed",
             extra={"session": session.session_id, "why": why, "leases": leases},

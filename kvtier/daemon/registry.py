@@ -16,6 +16,10 @@ from kvtier.core.namespaces import Family, FamilyIdentity, Namespaces, ShardIden
 from kvtier.core.store import Store
 from kvtier.daemon.state import DaemonDirectory
 from kvtier.errors import DirectoryError
+from kvtier.packing.layout import Layout
+from kvtier.tiers.crash_points import crash_point
+from kvtier.transfer.mover import Subject
+from kvtier.transfer.place import Identity
 
 __all__ = ["Registry"]
 
@@ -31,6 +35,7 @@ class Registry:
         self._changes: set[asyncio.Task[Any]] = set()
         #: Every number of this boot, ended ones too: events name them.
         self._fingerprints: dict[int, bytes] = {}
+        self._layouts: dict[tuple[int, int], Layout] = {}
         state = directory.load_namespaces()
         self._namespaces = self._loaded(state) if state else self._empty()
         for family in self._namespaces.families():
@@ -45,6 +50,30 @@ class Registry:
     def family_of(self, number: int) -> Family | None:
         """The family whose present number this is; None once it was bumped or deleted."""
         return self._namespaces.current(number)
+
+    def name_of(self, number: int) -> tuple[bytes, int] | None:
+        """(fingerprint, generation) behind a present number; None once it was bumped or deleted."""
+        family = self._namespaces.current(number)
+        return None if family is None else (family.identity.fingerprint, family.generation)
+
+    def identity_of(self, number: int, shard: int) -> Identity | None:
+        """What the records of a shard say; None once the number was bumped or deleted."""
+        name = self.name_of(number)
+        return (
+            None if name is None else Identity(fingerprint=name[0], generation=name[1], shard=shard)
+        )
+
+    def subject_of(self, number: int, shard: int, key: bytes) -> Subject | None:
+        """A page as the mover has to know it; None once the number was bumped or deleted."""
+        identity = self.identity_of(number, shard)
+        if identity is None:
+            return None
+        layout = self._layouts.get((number, shard))
+        return Subject(namespace=number, key=key, identity=identity, layout=layout)
+
+    def remember_layout(self, number: int, layout: Layout) -> None:
+        """Somebody has opened this shard: its pages can be packed from now on."""
+        self._layouts[number, layout.shard.index] = layout
 
     def fingerprint_of(self, number: int) -> bytes:
         """The family that has, or had in this boot, this namespace number; b"" for none."""
@@ -109,7 +138,7 @@ class Registry:
             if ended is None:
                 return family.tokens[token], False
             await self._save(before)
-            self._store.end_namespace(ended)
+            self._end(ended)
             self._register(family)
             return family.generation, True
 
@@ -119,13 +148,14 @@ class Registry:
             number = self._namespaces.delete(fingerprint)
             await self._save(before)
             pages = self._store.pages_by_namespace().get(number, 0)
-            self._store.end_namespace(number)
+            self._end(number)
             return pages
 
     async def _save(self, before: dict[str, Any]) -> None:
         state = self._namespaces.to_state()
         try:
             await asyncio.to_thread(self._directory.save_namespaces, state)
+            crash_point("bump.saved")
         except DirectoryError:
             self._namespaces = self._loaded(before)
             raise
@@ -133,6 +163,11 @@ class Registry:
     def _register(self, family: Family) -> None:
         self._fingerprints[family.number] = family.identity.fingerprint
         self._store.open_namespace(family.number, family.identity.shard_count)
+
+    def _end(self, number: int) -> None:
+        self._store.end_namespace(number)
+        for name in [name for name in self._layouts if name[0] == number]:
+            del self._layouts[name]
 
     def _empty(self) -> Namespaces:
         return Namespaces(namespaces_max=self._namespaces_max)

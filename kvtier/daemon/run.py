@@ -11,25 +11,28 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 
 from kvtier._version import __version__
-from kvtier.config import PAGE_BYTES_PER_INDEX_ENTRY
+from kvtier.config import PAGE_BYTES_PER_INDEX_ENTRY, process_environment
 from kvtier.config_docs import effective_table
-from kvtier.config_load import DEFAULT_SOURCE, Effective
+from kvtier.config_load import CRASH_VARIABLE, DEFAULT_SOURCE, Effective
 from kvtier.core.generations import Generations
 from kvtier.core.page import Tier
+from kvtier.core.policy import POLICIES
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.store import Store, StoreConfig
 from kvtier.daemon.logs import setup_logging
 from kvtier.daemon.metrics import Exporter
 from kvtier.daemon.node import Node, Parts
+from kvtier.daemon.nvme_open import prepare
 from kvtier.daemon.process import freeze_heap, tune_allocator
 from kvtier.daemon.selftest import self_test
 from kvtier.daemon.server import Server
 from kvtier.daemon.state import new_boot_id, open_directory
-from kvtier.errors import KvtierError, NotEnoughMemory
+from kvtier.errors import DirectoryError, InvalidConfigValue, KvtierError, NotEnoughMemory
+from kvtier.tiers.crash_points import arm_crash_point
 from kvtier.tiers.host import SLAB_BYTES, HostArena
 from kvtier.tiers.memory import MemoryPolicy, check_memory
 
@@ -49,8 +52,10 @@ _SWEEP_TURNS = 64
 _CANCEL_GRACE_S = 0.5
 
 
-def run(effective: Effective, *, ready_fd: int | None = None) -> int:
+def run(effective: Effective, *, ready_fd: int | None = None, discard_cache: bool = False) -> int:
     """Serves until told to stop. `ready_fd` gets "READY=1\\n" when calls are served, then is shut.
+
+    `discard_cache` gives up everything that earlier boots left, readable or not.
 
     Raises KvtierError when the daemon cannot start.
     """
@@ -60,8 +65,10 @@ def run(effective: Effective, *, ready_fd: int | None = None) -> int:
     for name, entry in effective_table(effective).items():
         if entry["source"] != DEFAULT_SOURCE:
             log.info("config.value", extra={"key": name, **entry})
+    if crash := process_environment().get(CRASH_VARIABLE, ""):
+        _arm(crash)
     try:
-        asyncio.run(_serve(effective, ready_fd))
+        asyncio.run(_serve(effective, ready_fd, discard_cache=discard_cache))
     except KvtierError as error:
         log.error("daemon.start_failed", extra={"error": str(error), "kind": type(error).__name__})
         raise
@@ -72,62 +79,95 @@ def run(effective: Effective, *, ready_fd: int | None = None) -> int:
     return 0
 
 
-async def _serve(effective: Effective, ready_fd: int | None) -> None:
+def _arm(crash: str) -> None:
+    try:
+        arm_crash_point(crash)
+    except ValueError as error:
+        raise InvalidConfigValue(
+            f"{CRASH_VARIABLE} = {crash!r}: {error}",
+            remedy="It is for tests: unset it to run the daemon.",
+        ) from error
+    log.warning("daemon.crash_armed", extra={"where": crash})
+
+
+async def _serve(effective: Effective, ready_fd: int | None, *, discard_cache: bool) -> None:
     with ExitStack() as stack:
-        node = _build(effective, stack)
+        node = _build(effective, stack, discard_cache=discard_cache)
         server = Server(node, effective)
+        loops: list[asyncio.Task[None]] = []
         try:
             _export_metrics(node, effective, stack)
             await server.start()
+            if node.nvme is not None:
+                await node.nvme.start()
             await _first_slab(node)
             await self_test(node)
             _drain_on_signals(node)
             freeze_heap()
             node.begin_serving()
             await server.set_serving(True)
+            loops += _begin_loops(node)
             _tell_ready(node, ready_fd)
-            upkeep = asyncio.create_task(_upkeep(node))
             await node.drain.asked.wait()
-            await _drain(node, server)
-            upkeep.cancel()
+            await _drain(node, server, loops)
         finally:
+            await _end(loops)
             await server.stop(_CANCEL_GRACE_S)
             await node.registry.settle()
             node.sessions.end_all()
+            if node.nvme is not None:
+                await node.nvme.close()
 
 
-def _build(effective: Effective, stack: ExitStack) -> Node:
+def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> Node:
     """Everything but the network, closed with `stack`."""
     config = effective.config
     not_tuned = tune_allocator()
-    directory = stack.enter_context(open_directory(config.daemon.directory))
+    directory = stack.enter_context(
+        open_directory(config.daemon.directory, discard_cache=discard_cache)
+    )
+    nvme = None
+    if config.nvme.paths:
+        nvme = prepare(config.nvme, directory.path, discard_cache=discard_cache)
+        stack.callback(nvme.tier.close)
     grant = check_memory(config.host.bytes, policy=MemoryPolicy(unit_bytes=SLAB_BYTES))
     arena = HostArena(grant.granted_bytes)
     stack.callback(arena.close)
     boot_id = new_boot_id()
+    pages_max = arena.capacity_bytes // PAGE_BYTES_PER_INDEX_ENTRY
+    tiers = {Tier.HOST: SlabAllocator(slab_bytes=arena.slab_bytes, numbers=range(arena.slab_count))}
+    if nvme is not None:
+        tiers[Tier.NVME] = nvme.allocator()
+        pages_max += nvme.pages_max
     store = Store(
         StoreConfig(
             boot_id=boot_id,
-            # Of what was granted, which can be far less than configured.
-            pages_max=arena.capacity_bytes // PAGE_BYTES_PER_INDEX_ENTRY,
+            pages_max=pages_max,
             seed=secrets.randbits(63),
             events_max=config.limits.watch_events_max,
         ),
-        tiers={
-            Tier.HOST: SlabAllocator(
-                capacity_bytes=arena.capacity_bytes, slab_bytes=arena.slab_bytes
-            )
-        },
+        tiers=tiers,
         generations=Generations(directory.generation_bound, directory.journal_generations),
+        make_policy={
+            Tier.HOST: POLICIES[config.host.policy.value],
+            Tier.NVME: POLICIES[config.nvme.policy.value],
+        },
     )
     node = Node(
-        Parts(config=config, boot_id=boot_id, directory=directory, arena=arena, store=store)
+        Parts(
+            config=config,
+            boot_id=boot_id,
+            directory=directory,
+            arena=arena,
+            store=store,
+            nvme=nvme,
+        )
     )
     if not_tuned:
         node.warn(not_tuned)
     if grant.is_reduced:
         node.warn(f"host tier: {grant.reason}")
-    arena.start_populating(lambda slab: store.grant_slab(Tier.HOST, slab))
+    arena.start_populating(lambda slab: store.room.grant(Tier.HOST, slab))
     return node
 
 
@@ -191,17 +231,24 @@ def _tell_ready(node: Node, ready_fd: int | None) -> None:
         os.close(ready_fd)
 
 
-async def _drain(node: Node, server: Server) -> None:
+async def _drain(node: Node, server: Server, loops: Sequence[asyncio.Task[None]]) -> None:
     """New calls are refused from now on; what is under way may end until the deadline."""
     loop = asyncio.get_running_loop()
     left_s = max(0.0, node.drain.deadline - loop.time())
     log.info("daemon.draining", extra={"seconds": round(left_s, 3), "pages": node.host_pages()})
     await server.set_serving(False)
     await node.admission.wait_idle(node.drain.deadline)
+    await _end(loops)
+    lost = node.host_pages()
+    if node.nvme is not None:
+        lost = await node.nvme.stop(node.drain.deadline)
+    node.drain.pages_lost = lost
+    node.drain.done.set()
+    log.info("daemon.drained", extra={"pages_lost": lost})
 
 
-async def _upkeep(node: Node) -> None:
-    """What time brings: sessions and leases that run out, pages of ended namespaces."""
+def _begin_loops(node: Node) -> list[asyncio.Task[None]]:
+    """What the daemon does by itself."""
     loop = asyncio.get_running_loop()
 
     async def sweep() -> None:
@@ -214,14 +261,40 @@ async def _upkeep(node: Node) -> None:
         node.sessions.reap()
         node.store.pins.expire(loop.time())
 
-    while True:
-        await _guarded("expire", expire)
-        await _guarded("sweep", sweep)
-        await asyncio.sleep(_UPKEEP_S)
+    loops: list[tuple[str, Callable[[], Awaitable[object]], float]] = [
+        ("expire", expire, _UPKEEP_S),
+        ("sweep", sweep, _UPKEEP_S),
+    ]
+    if node.nvme is not None:
+        loops += node.nvme.loops()
+    tasks = [asyncio.create_task(_repeat(*each)) for each in loops]
+    scrub = node.config.scrub
+    scrubbing = node.scrubber.scrub_forever(
+        scrub.interval_s, bytes_per_second=scrub.bytes_per_second
+    )
+    return [*tasks, asyncio.create_task(_guarded("scrub", scrubbing))]
 
 
-async def _guarded(name: str, work: Callable[[], Awaitable[None]]) -> None:
+async def _end(loops: Sequence[asyncio.Task[None]]) -> None:
+    """They use the tiers (a scrub holds pages and a child process), so they go before those do."""
+    for task in loops:
+        task.cancel()
+    if loops:
+        await asyncio.wait(loops)
+
+
+async def _repeat(name: str, work: Callable[[], Awaitable[object]], every_s: float) -> None:
+    me = asyncio.current_task()
+    # A task group whose tasks fail while it is cancelled tells of them, and not of that.
+    while me is None or not me.cancelling():
+        await asyncio.sleep(every_s)
+        await _guarded(name, work())
+
+
+async def _guarded(name: str, work: Awaitable[object]) -> None:
     try:
-        await work()
+        await work
+    except DirectoryError as error:
+        log.error("nvme.journal_failed", extra={"error": str(error)})
     except Exception:
         log.exception("task.crashed", extra={"task": name})

@@ -46,7 +46,7 @@ async def self_test(node: Node) -> None:
     node.store.open_namespace(_NAMESPACE, shard_count=1)
     session = node.sessions.begin("self-test")
     try:
-        _test_tier(node, place)
+        await _test_tier(node, place)
         log.info("selftest.passed", extra={"tier": "host"})
         handle = node.sessions.open_handle(session, place)
         for url in node.listening:
@@ -105,7 +105,7 @@ def _page(place: Place, name: str) -> tuple[bytes, PageMeta]:
     return payload, meta
 
 
-def _test_tier(node: Node, place: Place) -> None:
+async def _test_tier(node: Node, place: Place) -> None:
     payload, meta = _page(place, "host")
     keys = np.frombuffer(meta.key, np.uint8).reshape(1, -1)
     intake = Intake(
@@ -131,8 +131,8 @@ def _test_tier(node: Node, place: Place) -> None:
         verify=Verify.ALWAYS,
         sample_one_in=1,
     )
-    with closing(outlet):
-        for page in outlet:
+    async with outlet:
+        async for page in outlet:
             _expect("host tier", page.payload is not None, "lost a page")
             copy = bytearray(page.payload or b"")
             _expect("host tier", copy == payload, "gave back other bytes than it was given")

@@ -1,37 +1,33 @@
 """The Admin service: what the daemon can do, how it is doing, a full check, and its orderly end.
 
-Event loop's thread; pages are checked on another one.
+Event loop's thread.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc.aio
 
 from kvtier._version import __version__
-from kvtier.core.handles import Reading
 from kvtier.core.page import Tier
+from kvtier.daemon.devices import disk_bytes
 from kvtier.daemon.node import PLANES, Node, NodeState
-from kvtier.errors import DeadlineExceeded, LimitExceeded
+from kvtier.daemon.services_quarantine import (
+    clear_quarantine,
+    list_quarantine,
+    read_quarantine,
+)
+from kvtier.daemon.services_verify import verify
 from kvtier.packing.record import RECORD_VERSION
-from kvtier.transfer.place import Identity, load
 from kvtier.v1 import admin_pb2 as pb
 from kvtier.v1 import page_pb2
 
 __all__ = ["AdminService"]
 
-log = logging.getLogger(__name__)
-
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-#: Pages between two progress messages of a Verify.
-_PAGES_PER_PROGRESS = 64
 
 
 class AdminService:
@@ -82,63 +78,30 @@ class AdminService:
             counters={**asdict(node.counters()), **node.metrics.page_totals()},
             planes=PLANES if node.state is not NodeState.STARTING else (),
             warnings=node.warnings,
+            devices=_devices(node),
         )
 
     async def verify(self, request: pb.VerifyRequest, context: Any) -> None:
-        node = self._node
-        if int(request.tier) != Tier.HOST:
-            raise LimitExceeded(
-                f"tier {request.tier} is not a tier of this daemon",
-                remedy=f"Use tier HOST ({int(Tier.HOST)}); GetCapabilities lists the tiers.",
-            )
-        rows = node.store.sealed_rows(Tier.HOST).tolist()
-        progress = pb.VerifyProgress(pages_total=len(rows))
-        for row in rows:
-            node.refuse_unless_serving()
-            found = node.store.acquire_row(row)
-            if found is not None:
-                progress.bytes_done += found[0].length
-                progress.pages_corrupt += await self._check(*found)
-            progress.pages_done += 1
-            if progress.pages_done % _PAGES_PER_PROGRESS == 0:
-                await self._write(context, progress)
-        await self._write(context, progress)
+        await verify(self._node, request, context)
+
+    async def list_quarantine(
+        self, request: pb.ListQuarantineRequest, _context: Context
+    ) -> pb.ListQuarantineResponse:
+        return list_quarantine(self._node, request)
+
+    async def read_quarantine(self, request: pb.ReadQuarantineRequest, context: Any) -> None:
+        await read_quarantine(self._node, request, context)
+
+    async def clear_quarantine(
+        self, request: pb.ClearQuarantineRequest, _context: Context
+    ) -> pb.ClearQuarantineResponse:
+        return await clear_quarantine(self._node, request)
 
     async def drain(self, request: pb.DrainRequest, _context: Context) -> pb.DrainResponse:
         node = self._node
         node.request_drain(request.deadline_ms / 1000)
-        await node.admission.wait_idle(node.drain.deadline)
-        return pb.DrainResponse(pages_lost=node.host_pages())
-
-    async def _check(self, reading: Reading, namespace: int, shard: int, key: bytes) -> int:
-        """1 when the page is corrupt (it is condemned then), else 0. Releases the reading."""
-        node = self._node
-        with reading:
-            family = node.registry.family_of(namespace)
-            if family is None:
-                return 0  # bumped or deleted meanwhile: nobody can ask for it any more
-            identity = Identity(
-                fingerprint=family.identity.fingerprint, generation=family.generation, shard=shard
-            )
-            check = partial(load, node.arena, identity, reading, key, check_payload=True)
-            if await asyncio.to_thread(check) is not None:
-                return 0
-            # Once more: the first bad reading of memory need not be the page's fault.
-            if await asyncio.to_thread(check) is not None or not node.store.condemn(reading.ref):
-                return 0
-        log.error("page.corrupt", extra={"tier": "host", "pages": 1})
-        return 1
-
-    async def _write(self, context: Context, progress: pb.VerifyProgress) -> None:
-        idle_s = self._node.config.limits.get_idle_ms / 1000
-        try:
-            async with asyncio.timeout(idle_s):
-                await context.write(progress)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the reader took nothing for {idle_s:g} s (limits.get_idle_ms)",
-                remedy="Read without long pauses, or raise limits.get_idle_ms.",
-            ) from None
+        await node.drain.done.wait()
+        return pb.DrainResponse(pages_lost=node.drain.pages_lost)
 
 
 def _tier(tier: Tier) -> page_pb2.Tier:
@@ -160,6 +123,28 @@ def _tiers(node: Node) -> list[pb.TierStatus]:
         )
         for tier, counts in node.store.status().items()
     ]
+
+
+def _devices(node: Node) -> list[pb.DeviceStatus]:
+    if node.nvme is None:
+        return []
+    parts = node.nvme.parts
+    unusable = [
+        pb.DeviceStatus(path=str(path), online=False, reason=reason)
+        for path, reason in parts.unusable.items()
+    ]
+    used = [
+        pb.DeviceStatus(
+            path=str(health.device.path),
+            online=health.online,
+            reason=health.reason or health.device.io_reason,
+            direct_io=health.device.is_direct,
+            capacity_bytes=parts.config.bytes // len(parts.config.paths),
+            disk_bytes=disk_bytes(health),
+        )
+        for health in node.nvme.devices.health.values()
+    ]
+    return [*used, *unusable]
 
 
 def _namespaces(node: Node) -> list[pb.NamespaceStatus]:

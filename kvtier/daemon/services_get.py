@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import closing
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.page import Codec, GetCode
+from kvtier.core.page import Codec, GetCode, Tier
 from kvtier.daemon.admission import ByteBudget
 from kvtier.daemon.node import Node
 from kvtier.errors import Busy, DeadlineExceeded, LimitExceeded
@@ -60,17 +60,19 @@ async def get(
         lossy_ok=request.lossy_ok,
         verify=node.verify,
         sample_one_in=node.config.host.sample_one_in,
+        mover=node.nvme.mover if node.nvme else None,
     )
     try:
-        with closing(outlet), node.admission.budget() as budget:
-            async with asyncio.timeout(idle_s) as silence:
-                writer = _Writer(node, context, budget, silence=silence)
-                for page in outlet:
-                    await writer.page(page)
-                await writer.flush()
+        async with outlet:
+            with node.admission.budget() as budget:
+                async with asyncio.timeout(idle_s) as silence:
+                    writer = _Writer(node, context, budget, silence=silence)
+                    async for page in outlet:
+                        await writer.page(page)
+                    await writer.flush()
             writer.ended()
-            if outlet.corrupt:
-                log.error("page.corrupt", extra={"tier": "host", "pages": outlet.corrupt})
+            for tier, pages in outlet.corrupt.items():
+                log.error("page.corrupt", extra={"tier": tier.name.lower(), "pages": pages})
     except TimeoutError:
         raise DeadlineExceeded(
             f"the reader took nothing for {idle_s:g} s (limits.get_idle_ms)",
@@ -94,11 +96,16 @@ class _Writer:
         self._held = 0
         self._sent = 0
         self._codes: list[str] = []
+        self._hits: Counter[Tier] = Counter()
 
     async def page(self, page: Outgoing) -> None:
         """Announces one page and takes its bytes; sends what has become a whole message."""
+        if page.tier is Tier.NVME:
+            self._restart_silence()  # the reader had to wait for the device, not we for it
         code = self._admitted(page)
         self._codes.append(code.name.lower())
+        if code is GetCode.HIT and page.tier is not None:
+            self._hits[page.tier] += 1
         if code is GetCode.HIT and page.payload is not None:
             self._announce_hit(page)
             await self._payload(page.payload)
@@ -118,10 +125,13 @@ class _Writer:
         await self._context.write(message)
         self._sent += count
         self._node.admission.give(self._budget, count)
-        self._silence.reschedule(asyncio.get_running_loop().time() + self._idle_s)
+        self._restart_silence()
 
     def ended(self) -> None:
-        self._node.metrics.get_ended(self._codes, self._sent)
+        self._node.metrics.get_ended(self._codes, self._sent, self._hits)
+
+    def _restart_silence(self) -> None:
+        self._silence.reschedule(asyncio.get_running_loop().time() + self._idle_s)
 
     def _admitted(self, page: Outgoing) -> GetCode:
         """The page's own code, or BUSY when its bytes are more than may be under way."""

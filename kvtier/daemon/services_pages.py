@@ -90,6 +90,7 @@ class PagesService:
             generation=family.generation,
             layout=layout,
         )
+        node.registry.remember_layout(family.number, layout)
         handle = node.sessions.open_handle(session, place)
         return pb.OpenNamespaceResponse(
             session_id=session.session_id,
@@ -132,6 +133,8 @@ class PagesService:
             part = keys[max(0, end - _DELETE_SLICE) : end]
             codes[:0] = self._node.store.delete(place.namespace, place.shard, part).tolist()
             await asyncio.sleep(0)
+        if self._node.nvme is not None:
+            await self._node.nvme.deleted(place.namespace, place.shard, keys)
         return pb.DeleteResponse(codes=codes)  # type: ignore[arg-type]
 
     async def pin(self, request: pb.PinRequest, _context: Context) -> pb.PinResponse:
@@ -173,6 +176,34 @@ class PagesService:
         _check_count("lease_ids", len(request.lease_ids), node.config.limits.keys_per_call_max)
         codes = node.store.pins.unpin(session.session_id, request.lease_ids, now=time.monotonic())
         return pb.LeaseResponse(codes=[int(code) for code in codes])  # type: ignore[misc]
+
+    async def prefetch(self, request: pb.PrefetchRequest, _context: Context) -> pb.PrefetchResponse:
+        log_trace("Prefetch", request.hints.traceparent)
+        place = self._place(request.handle)
+        keys = parse_keys(request.keys, self._node)
+        if self._node.nvme is None:
+            codes, _ = self._node.store.lookup(place.namespace, place.shard, keys)
+        else:
+            codes = self._node.nvme.tiering.prefetch((place.namespace, place.shard), keys)
+        return pb.PrefetchResponse(codes=codes.tolist(), leading_run=leading_run(codes))
+
+    async def demote(self, request: pb.DemoteRequest, _context: Context) -> pb.DemoteResponse:
+        place = self._place(request.handle)
+        keys = parse_keys(request.keys, self._node)
+        if self._node.nvme is None:
+            codes = np.full(len(keys), GetCode.REFUSED, np.uint8)
+        else:
+            codes = self._node.nvme.tiering.demote((place.namespace, place.shard), keys)
+        return pb.DemoteResponse(
+            codes=codes.tolist(),  # type: ignore[arg-type]
+            leading_run=leading_run(codes),
+        )
+
+    async def flush(self, request: pb.FlushRequest, _context: Context) -> pb.FlushResponse:
+        node = self._node
+        session = node.sessions.session(request.session_id)
+        pages, lost = await node.flush(session.session_id)
+        return pb.FlushResponse(pages=pages, pages_lost=lost)
 
     async def bump_generation(
         self, request: pb.BumpGenerationRequest, _context: Context

@@ -12,13 +12,17 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from kvtier.core.page import NO_SUM, SUM_BYTES, Codec, Durability, PageMeta, PutCode
+import numpy as np
+
+from kvtier.core.page import KEY_BYTES, NO_SUM, SUM_BYTES, Codec, Durability, PageMeta, PutCode
 from kvtier.daemon.admission import ByteBudget
 from kvtier.daemon.node import Node
+from kvtier.daemon.sessions import Handle
 from kvtier.daemon.tracing import log_trace
 from kvtier.errors import ChunkError, DeadlineExceeded, LimitExceeded, NotImplementedYet
 from kvtier.packing.record import SESSION_BYTES_MAX
 from kvtier.transfer.intake import Intake
+from kvtier.transfer.place import Place
 from kvtier.transfer.wire import PutMessage
 from kvtier.v1 import transfer_pb2 as pb
 
@@ -56,7 +60,7 @@ async def put(node: Node, requests: AsyncIterator[PutMessage], context: Any) -> 
         if call is None:
             raise ChunkError("the put has no message", remedy="Begin with a message with `open`.")
         call.intake.finish()
-        return call.answer()
+        return await call.answer()
 
 
 def _begin(node: Node, message: PutMessage, stack: ExitStack) -> _PutCall:
@@ -65,12 +69,12 @@ def _begin(node: Node, message: PutMessage, stack: ExitStack) -> _PutCall:
         raise ChunkError(
             "the first message of a put has no `open`", remedy="Name the handle in `open` first."
         )
-    if int(opened.durability) == Durability.NVME:
+    if int(opened.durability) == Durability.NVME and node.nvme is None:
         raise NotImplementedYet(
-            "durability NVME is not in this version of the daemon",
-            remedy="Use durability HOST; the daemon has no NVMe tier yet.",
+            "durability NVME: this daemon has no NVMe tier",
+            remedy="Use durability HOST, or give the daemon nvme.paths.",
         )
-    if int(opened.durability) not in (0, Durability.HOST):
+    if int(opened.durability) not in (0, Durability.HOST, Durability.NVME):
         raise ChunkError(
             f"durability {opened.durability} is unknown", remedy="Use HOST (1) or NVME (2)."
         )
@@ -94,8 +98,7 @@ def _begin(node: Node, message: PutMessage, stack: ExitStack) -> _PutCall:
             )
         )
     )
-    page_bytes = handle.bound.layout.raw_bytes
-    return _PutCall(node, opened, intake, budget, page_bytes=page_bytes)
+    return _PutCall(node, opened, intake, budget, handle=handle)
 
 
 class _PutCall:
@@ -106,16 +109,17 @@ class _PutCall:
         intake: Intake,
         budget: ByteBudget,
         *,
-        page_bytes: int,
+        handle: Handle[Place],
     ) -> None:
         self._node = node
+        self._handle = handle
         self._opened = opened
         self._budget = budget
         self._announced = 0
         self._bytes = 0
         self.intake = intake
         # A page costs its own time, however small it is.
-        self._slice = min(_SLICE_BYTES, _SLICE_PAGES * page_bytes)
+        self._slice = min(_SLICE_BYTES, _SLICE_PAGES * handle.bound.layout.raw_bytes)
 
     async def take(self, message: PutMessage) -> None:
         """One message. Raises what `put` raises."""
@@ -139,8 +143,10 @@ class _PutCall:
                 since = loop.time()
         self._bytes += len(message.data)
 
-    def answer(self) -> pb.PutResponse:
+    async def answer(self) -> pb.PutResponse:
+        """When the pages are as durable as was asked, or it is clear that they do not become so."""
         codes, refs = self.intake.codes, self.intake.refs
+        reached = await self._reached()
         self._node.metrics.put_ended((code.name.lower() for code in codes), self._bytes)
         run = next((i for i, code in enumerate(codes) if not code.is_stored), len(codes))
         assert all(isinstance(code, PutCode) for code in codes)
@@ -150,7 +156,26 @@ class _PutCall:
             boot_id=self._node.boot_id,
             slots=[ref.slot if ref else 0 for ref in refs],
             generations=[ref.generation if ref else 0 for ref in refs],
+            reached=[int(durability) for durability in reached],  # type: ignore[misc]
         )
+
+    async def _reached(self) -> list[Durability]:
+        nvme, place, codes = self._node.nvme, self._handle.bound, self.intake.codes
+        reached = [Durability.HOST] * len(codes)
+        scope = place.namespace, place.shard
+        stored = [i for i, code in enumerate(codes) if code.is_stored]
+        keys = [self.intake.keys[i] for i in stored]
+        self._node.unflushed.stored(self._handle.session_id, scope, keys)
+        if nvme is None:
+            return reached
+        if int(self._opened.durability) != Durability.NVME:
+            nvme.tiering.stored(scope, keys)
+            return reached
+        array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
+        is_durable = await nvme.tiering.make_durable(scope, array)
+        for i, durable in zip(stored, is_durable.tolist(), strict=True):
+            reached[i] = Durability.NVME if durable else Durability.HOST
+        return reached
 
     def _metas(self, pages: Sequence[pb.PutPage]) -> list[PageMeta]:
         metas = [self._meta(page, self._announced + i) for i, page in enumerate(pages)]

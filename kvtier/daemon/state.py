@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -21,18 +22,21 @@ from typing import Any
 
 import msgpack
 
-from kvtier.daemon.sealed_file import TEMPORARY_SUFFIX, read_sealed, write_sealed
 from kvtier.errors import DirectoryError
+from kvtier.tiers.sealed_file import TEMPORARY_SUFFIX, read_sealed, write_sealed
 
 __all__ = ["FORMAT_VERSION", "DaemonDirectory", "new_boot_id", "open_directory"]
 
-FORMAT_VERSION = 1
+#: 2: there may be an NVMe tier. A directory of version 1 is taken over.
+FORMAT_VERSION = 2
+_READABLE = (FORMAT_VERSION, FORMAT_VERSION - 1)
 
 _FORMAT = "format"
 _GENERATIONS = "generations"
 _NAMESPACES = "namespaces"
 _LOCK = "lock"
 _OURS = frozenset((_FORMAT, _GENERATIONS, _NAMESPACES, _LOCK))
+_OURS_OF_NVME = re.compile(r"(geometry|checkpoint(\.old)?|journal-\d{10})(\.tmp)?")
 
 
 def new_boot_id() -> int:
@@ -96,22 +100,25 @@ class DaemonDirectory:
                 remedy="Stop this daemon; it cannot make anything durable any more.",
             )
 
-    def _prepare(self) -> None:
+    def _prepare(self, *, read_only: bool) -> None:
         """Checks every file, or makes them in a new directory."""
-        for leftover in self.path.glob(f"*{TEMPORARY_SUFFIX}"):
-            if leftover.name.removesuffix(TEMPORARY_SUFFIX) in _OURS:
-                leftover.unlink()
+        if not read_only:
+            self._remove_leftovers()
         version = read_sealed(self.path / _FORMAT, b"format")
         generations = read_sealed(self.path / _GENERATIONS, b"gens")
         namespaces = read_sealed(self.path / _NAMESPACES, b"names")
         if version is None:
+            if read_only:
+                raise _missing(self.path, _FORMAT)
             self._make_new(generations, namespaces)
             return
-        if version != FORMAT_VERSION.to_bytes(4, "little"):
+        number = int.from_bytes(version, "little")
+        if len(version) != 4 or number not in _READABLE:
             raise DirectoryError(
-                f"{self.path} has format version {int.from_bytes(version, 'little')}, "
-                f"this daemon knows version {FORMAT_VERSION}",
-                remedy="Start the version of kvtier that wrote it, or name a new daemon.directory.",
+                f"{self.path} has format version {number}, "
+                f"this daemon knows versions {FORMAT_VERSION - 1} and {FORMAT_VERSION}",
+                remedy="Start the version of kvtier that wrote it, or give up what is cached there "
+                "with `kvtier serve --discard-cache`.",
             )
         if generations is None or len(generations) != 8:
             raise _missing(self.path, _GENERATIONS)
@@ -119,15 +126,19 @@ class DaemonDirectory:
             raise _missing(self.path, _NAMESPACES)
         self._bound = int.from_bytes(generations, "little")
         _unpack_namespaces(self.path, namespaces)
+        if number != FORMAT_VERSION and not read_only:
+            write_sealed(self.path / _FORMAT, b"format", FORMAT_VERSION.to_bytes(4, "little"))
+
+    def _remove_leftovers(self) -> None:
+        for leftover in self.path.glob(f"*{TEMPORARY_SUFFIX}"):
+            if leftover.name.removesuffix(TEMPORARY_SUFFIX) in _OURS:
+                leftover.unlink()
 
     def _make_new(self, generations: bytes | None, namespaces: bytes | None) -> None:
         # A start that was cut short leaves the two files below in their first state, and no format.
-        strangers = sorted(item.name for item in self.path.iterdir() if item.name not in _OURS)
-        if strangers:
-            raise DirectoryError(
-                f"{self.path} is not a daemon directory and not empty ({strangers[0]} is there)",
-                remedy="Name an empty or new daemon.directory.",
-            )
+        _refuse_strangers(
+            self.path, [item for item in self.path.iterdir() if item.name not in _OURS]
+        )
         if generations not in (None, bytes(8)) or namespaces not in (None, msgpack.packb({})):
             raise _missing(self.path, _FORMAT)
         write_sealed(self.path / _GENERATIONS, b"gens", bytes(8))
@@ -135,8 +146,12 @@ class DaemonDirectory:
         write_sealed(self.path / _FORMAT, b"format", FORMAT_VERSION.to_bytes(4, "little"))
 
 
-def open_directory(path: Path) -> DaemonDirectory:
-    """Makes or opens the directory and locks it.
+def open_directory(
+    path: Path, *, discard_cache: bool = False, read_only: bool = False
+) -> DaemonDirectory:
+    """Makes or opens the directory and locks it; with `discard_cache` it begins anew.
+
+    With `read_only` nothing is made or changed but the lock: for a look at it from outside.
 
     Raises DirectoryError: locked by another daemon (its pid is named), open to other users, of
     another version, damaged, or not a daemon directory.
@@ -152,7 +167,9 @@ def open_directory(path: Path) -> DaemonDirectory:
     directory = DaemonDirectory(path, lock_fd)
     try:
         _lock(path, lock_fd)
-        directory._prepare()
+        if discard_cache:
+            _discard(path)
+        directory._prepare(read_only=read_only)
     except DirectoryError:
         directory.close()
         raise
@@ -162,6 +179,25 @@ def open_directory(path: Path) -> DaemonDirectory:
             f"{path} cannot be used: {error.strerror}", remedy="Check the disk."
         ) from error
     return directory
+
+
+def _discard(path: Path) -> None:
+    """Removes everything of ours but the lock, if nothing else is there. `format` goes last: a
+    start that is cut short here finds a directory that was in use, and says so."""
+    items = list(path.iterdir())
+    ours = [item for item in items if item.name in _OURS or _OURS_OF_NVME.fullmatch(item.name)]
+    _refuse_strangers(path, [item for item in items if item not in ours])
+    for item in sorted(ours, key=lambda item: item.name == _FORMAT):
+        if item.name != _LOCK:
+            item.unlink()
+
+
+def _refuse_strangers(path: Path, strangers: list[Path]) -> None:
+    if strangers:
+        raise DirectoryError(
+            f"{path} is not a daemon directory and not empty ({min(strangers).name} is there)",
+            remedy="Name an empty or new daemon.directory.",
+        )
 
 
 def _make_private(path: Path) -> None:

@@ -42,10 +42,10 @@ source may be memory that others can write.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.core.page import KEY_BYTES, NO_SUM, SUM_BYTES, Codec, PageRef, Tier
+from kvtier.core.page import KEY_BYTES, NO_SUM, SUM_BYTES, Codec, PageMeta, PageRef, Tier
 from kvtier.errors import CorruptRecord, KeyLengthError, LimitExceeded
 from kvtier.packing.checksum import header_sum
 
@@ -115,6 +115,40 @@ class RecordHeader:
     def ref(self) -> PageRef:
         """The tag of the copy that this header belongs to."""
         return PageRef(self.boot_id, self.tier, self.slot, self.generation)
+
+    @property
+    def meta(self) -> PageMeta:
+        """What the page's maker said about it."""
+        return PageMeta(
+            key=self.key,
+            length=self.length,
+            codec=self.codec,
+            payload_sum=self.payload_sum,
+            origin_sum=self.origin_sum,
+            lossy=self.lossy,
+            parent=self.parent,
+            depth=self.depth,
+            session=self.session,
+            ttl_ms=self.ttl_ms,
+            priority=self.priority,
+        )
+
+    def of_copy(self, ref: PageRef, meta: PageMeta) -> RecordHeader:
+        """The header of a copy of this record at `ref`, whose payload is packed as `meta` says."""
+        return replace(
+            self,
+            length=meta.length,
+            codec=meta.codec,
+            lossy=meta.lossy,
+            payload_sum=meta.payload_sum,
+            origin_sum=meta.origin_sum,
+            generation=ref.generation,
+            # One counter numbers allocations, so it orders the copies of a key too.
+            sequence=ref.generation,
+            tier=ref.tier,
+            slot=ref.slot,
+            boot_id=ref.boot_id,
+        )
 
 
 def record_bytes(payload_bytes: int) -> int:

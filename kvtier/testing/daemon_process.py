@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 __all__ = ["DaemonNotReady", "DaemonProcess"]
@@ -56,8 +56,11 @@ class DaemonProcess:
         """All output so far, of every start."""
         return self.log_path.read_text() if self.log_path.exists() else ""
 
-    def start(self, *, wait: bool = True) -> DaemonProcess:
-        """Starts it; with `wait` returns when it is READY, or raises DaemonNotReady."""
+    def start(self, *options: str, wait: bool = True, crash_point: str = "") -> DaemonProcess:
+        """Starts it; with `wait` returns when it is READY, or raises DaemonNotReady.
+
+        `options` are further words of the command, `crash_point` where it is to die by SIGKILL.
+        """
         assert self._process is None or self._process.poll() is not None, "running"
         reader, writer = os.pipe()
         settings = {
@@ -67,17 +70,11 @@ class DaemonProcess:
         }
         settings |= dict(setting.split("=", 1) for setting in self._settings)
         words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-        with self.log_path.open("ab") as output:
-            self._process = subprocess.Popen(
-                [*self._prefix, *_COMMAND, *words, "--ready-fd", str(writer)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(writer,),
-                umask=self._umask,
-                start_new_session=True,
-            )
-        os.close(writer)
+        environment = {"KVTIER_CRASH_POINT": crash_point} if crash_point else {}
+        try:
+            self._process = self._spawn([*words, *options], environment, ready_fd=writer)
+        finally:
+            os.close(writer)
         try:
             if wait:
                 self._wait_ready(reader)
@@ -122,6 +119,22 @@ class DaemonProcess:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _spawn(
+        self, words: Sequence[str], environment: Mapping[str, str], *, ready_fd: int
+    ) -> subprocess.Popen[bytes]:
+        """`kvtier serve` with these words more; what it writes goes to the end of the log."""
+        with self.log_path.open("ab") as output:
+            return subprocess.Popen(
+                [*self._prefix, *_COMMAND, *words, "--ready-fd", str(ready_fd)],
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(ready_fd,),
+                umask=self._umask,
+                start_new_session=True,
+            )
 
     def _wait_ready(self, reader: int) -> None:
         readable, _, _ = select.select([reader], [], [], _READY_S)

@@ -43,6 +43,7 @@ _CODES: Final[dict[type[KvtierError], grpc.StatusCode]] = {
     errors.LeaseExpired: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LeaseUnknown: grpc.StatusCode.NOT_FOUND,
     errors.Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.NotDurable: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NotEnoughMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DaemonUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,

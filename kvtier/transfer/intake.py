@@ -18,6 +18,7 @@ from kvtier.core.store import Store
 from kvtier.errors import ChunkError, KeyLengthError, LimitExceeded, NonFinite
 from kvtier.packing.fp8_check import check_payload
 from kvtier.packing.record import HEADER_BYTES, RecordHeader, encode_header, record_bytes
+from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.place import Place, Verify, load
 
@@ -56,6 +57,7 @@ class Intake:
         self._page: _Incoming | None = None
         self.codes: list[PutCode] = []
         self.refs: list[PageRef | None] = []
+        self.keys: list[bytes] = []  # of the pages that have their code
 
     def announce(self, metas: Sequence[PageMeta]) -> None:
         """The next pages of the run. Raises KeyLengthError or LimitExceeded, then none of them
@@ -135,6 +137,10 @@ class Intake:
         else:
             page.filling = outcome
             page.target = self._arena.view(outcome.ref.slot, HEADER_BYTES, meta.length)
+            # What follows the payload in its slot is of an earlier page, and goes to NVMe with it.
+            end = HEADER_BYTES + meta.length
+            padding = record_bytes(meta.length) - end
+            self._arena.view(outcome.ref.slot, end, padding)[:] = bytes(padding)
         return page
 
     def _obeys_rules(self, meta: PageMeta) -> bool:
@@ -169,11 +175,14 @@ class Intake:
                 if page.code is PutCode.STORED:
                     header = self._header(page.meta, filling.ref)
                     self._arena.view(filling.ref.slot, 0, HEADER_BYTES)[:] = encode_header(header)
+                    crash_point("put.verified")
                     page.code = filling.seal()
+                    crash_point("put.sealed")
             if page.code is PutCode.STORED:
                 ref = filling.ref
         self.codes.append(page.code)
         self.refs.append(ref)
+        self.keys.append(page.meta.key)
 
     def _check(self, meta: PageMeta, payload: memoryview) -> PutCode:
         if not self._place.payload_ok(payload, meta):

@@ -1,37 +1,54 @@
-"""The pages of one Get: acquired, verified, given out one after another as views of the arena.
+"""The pages of one Get: acquired, verified, given out one after another.
 
-An Outlet does not block and belongs to one call; it must be closed, which ends every lease it
-holds.
+Pages of host memory go out as views of the arena. Those that lie on NVMe alone are brought up
+first, some ahead of the one that goes out; a page that the arena has no room for is read into
+memory of its own. An Outlet belongs to one call and the event loop's thread; it must be closed,
+which ends every lease it holds.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.handles import Reading
-from kvtier.core.page import Codec, GetCode, Tier
+from kvtier.core.page import KEY_BYTES, Codec, GetCode, Tier
 from kvtier.core.store import Store
 from kvtier.packing.record import RecordHeader
 from kvtier.tiers.host import HostArena
-from kvtier.transfer.place import Place, Verify, load
+from kvtier.tiers.io_pool import IoClass
+from kvtier.transfer.mover import Bounced, MoveCode, Mover, Subject
+from kvtier.transfer.place import Copy, Place, Verify, load
 
 __all__ = ["Outgoing", "Outlet"]
 
 #: An Outlet holds leases on so many bytes ahead at most, so that a slow reader cannot pin the
-#: arena.
+#: arena; of pages that have to be brought up, on no more than this part of the arena.
 _WINDOW_BYTES = 64 << 20
 _WINDOW_PAGES = 1024
+_ARENA_PART = 8
+
+_CODES = {
+    MoveCode.BUSY: GetCode.BUSY,
+    MoveCode.GONE: GetCode.MISS,
+    MoveCode.CORRUPT: GetCode.CORRUPT,
+    MoveCode.IO_ERROR: GetCode.IO_ERROR,
+    MoveCode.TIMEOUT: GetCode.TIMEOUT,
+    MoveCode.REFUSED: GetCode.REFUSED,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One page of a Get. With HIT, `payload` is a view of the arena that is good until the next
-    page."""
+    """One page of a Get. With HIT, `payload` is good until the next page; `tier` is where it
+    lay."""
 
     code: GetCode
     header: RecordHeader | None = None
@@ -39,9 +56,20 @@ class Outgoing:
     tier: Tier | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """A page of NVMe that has been read: in host memory (held), or in memory of its own."""
+
+    held: Reading | Bounced
+    copy: Copy
+
+
+_Held: TypeAlias = "Reading | GetCode | asyncio.Task[_Raised | GetCode]"
+
+
 class Outlet:
     """The pages of one Get, in key order. Iterate, then `close` (also when not iterated to the
-    end)."""
+    end). Without a `mover` only host memory is looked at."""
 
     def __init__(
         self,
@@ -54,6 +82,7 @@ class Outlet:
         lossy_ok: bool,
         verify: Verify,
         sample_one_in: int,
+        mover: Mover | None = None,
     ) -> None:
         self._store = store
         self._arena = arena
@@ -63,52 +92,141 @@ class Outlet:
         self._lossy_ok = lossy_ok
         self._verify = verify
         self._sample_one_in = sample_one_in
-        self._held: deque[Reading | GetCode] = deque()
-        self._current: Reading | None = None
-        self.corrupt = 0
+        self._mover = mover
+        self._held: deque[_Held] = deque()
+        self._current: Reading | Bounced | None = None
+        self._pages: AsyncGenerator[Outgoing, None] | None = None
+        self.corrupt: Counter[Tier] = Counter()  # pages that failed, by where they lay
 
-    def __iter__(self) -> Iterator[Outgoing]:
-        window = max(1, min(_WINDOW_PAGES, _WINDOW_BYTES // self._place.layout.raw_bytes))
-        for start in range(0, len(self._keys), window):
-            keys = self._keys[start : start + window]
-            self._held.extend(self._store.acquire(self._place.namespace, self._place.shard, keys))
+    async def __aenter__(self) -> Outlet:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __aiter__(self) -> AsyncGenerator[Outgoing, None]:
+        assert self._pages is None, "an Outlet is read once"
+        self._pages = self._serve_all()
+        return self._pages
+
+    async def _serve_all(self) -> AsyncGenerator[Outgoing, None]:
+        for start, end in self._windows():
+            keys = self._keys[start:end]
+            readings = self._store.acquire(self._place.namespace, self._place.shard, keys)
+            self._held.extend(self._begin(r, key) for r, key in zip(readings, keys, strict=True))
             for key in keys:
-                yield self._serve(self._held.popleft(), key.tobytes())
+                yield await self._serve(self._held.popleft(), key.tobytes())
                 self._let_go()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends every lease that is still held."""
+        if self._pages is not None:
+            await self._pages.aclose()
         self._let_go()
-        for reading in self._held:
-            if isinstance(reading, Reading):
-                reading.release()
-        self._held.clear()
+        while self._held:
+            held = self._held.popleft()
+            if isinstance(held, Reading):
+                held.release()
+            elif isinstance(held, asyncio.Task):
+                # It gives back what it holds itself; what it has done, we do.
+                held.cancel()
+                await asyncio.wait([held])
+                if not held.cancelled() and held.exception() is None:
+                    self._give_back(held.result())
+
+    def _windows(self) -> list[tuple[int, int]]:
+        page = self._place.layout.raw_bytes
+        ahead = _WINDOW_BYTES
+        if self._mover is not None:
+            ahead = min(ahead, self._arena.capacity_bytes // _ARENA_PART)
+        size = max(1, min(_WINDOW_PAGES, ahead // page))
+        return [(at, at + size) for at in range(0, len(self._keys), size)]
 
     def _let_go(self) -> None:
         if self._current is not None:
             self._current.release()
             self._current = None
 
-    def _serve(self, reading: Reading | GetCode, key: bytes) -> Outgoing:
+    def _give_back(self, raised: _Raised | GetCode) -> None:
+        if isinstance(raised, _Raised):
+            raised.held.release()
+
+    def _begin(self, reading: Reading | GetCode, key: npt.NDArray[np.uint8]) -> _Held:
+        """Starts to bring the page up, if it has to be."""
+        if isinstance(reading, GetCode) or reading.ref.tier is Tier.HOST:
+            return reading
+        if self._mover is None or not self._is_acceptable(reading):
+            return reading
+        return asyncio.create_task(self._raise(reading, key.tobytes(), self._mover))
+
+    async def _serve(self, held: _Held, key: bytes) -> Outgoing:
         """The first copy that is whole and acceptable, from the best tier down.
 
         CORRUPT when there was a bad one and no good one.
         """
         seen_corrupt = False
-        while isinstance(reading, Reading):
-            self._current = reading
-            if reading.codec in self._accept and (self._lossy_ok or not reading.lossy):
+        while not isinstance(held, GetCode):
+            if isinstance(held, asyncio.Task):
+                raised = await held
+                if isinstance(raised, _Raised):
+                    self._current = raised.held
+                    copy = raised.copy
+                    return Outgoing(GetCode.HIT, copy.header, copy.payload, Tier.NVME)
+                held = raised
+                if raised is GetCode.CORRUPT:
+                    self.corrupt[Tier.NVME] += 1
+                continue
+            self._current = reading = held
+            if reading.ref.tier is Tier.HOST and self._is_acceptable(reading):
                 checked = self._is_checked(reading)
-                copy = load(self._arena, self._place, reading, key, check_payload=checked)
-                if copy is not None:
-                    return Outgoing(GetCode.HIT, copy.header, copy.payload, reading.ref.tier)
+                whole = load(self._arena, self._place, reading, key, check_payload=checked)
+                if whole is not None:
+                    return Outgoing(GetCode.HIT, whole.header, whole.payload, Tier.HOST)
                 seen_corrupt = True
-                self.corrupt += 1
+                self.corrupt[Tier.HOST] += 1
                 self._store.condemn(reading.ref)
             ref = reading.ref
             self._let_go()
-            reading = self._store.acquire_next(ref, self._place.namespace, self._place.shard, key)
-        return Outgoing(GetCode.CORRUPT if seen_corrupt else reading)
+            following = self._store.acquire_next(ref, self._place.namespace, self._place.shard, key)
+            held = self._begin(following, np.frombuffer(key, np.uint8))
+        return Outgoing(GetCode.CORRUPT if seen_corrupt and held is GetCode.MISS else held)
+
+    async def _raise(self, reading: Reading, key: bytes, mover: Mover) -> _Raised | GetCode:
+        """Brings one page up from NVMe. Takes over `reading`."""
+        page = self.subject(key)
+        with reading:
+            code = await mover.promote(reading.again(), page, IoClass.GET)
+            if code is MoveCode.DONE:
+                keys = np.frombuffer(key, np.uint8).reshape(1, KEY_BYTES)
+                (above,) = self._store.acquire(page.namespace, page.shard, keys, is_use=False)
+                if isinstance(above, Reading):
+                    copy = None
+                    if above.ref.tier is Tier.HOST and self._is_acceptable(above):
+                        copy = load(self._arena, self._place, above, key, check_payload=False)
+                    if copy is not None:
+                        return _Raised(above, copy)
+                    above.release()
+                # It has had to give way again already.
+                code = MoveCode.BUSY
+            if code is MoveCode.BUSY:
+                outcome = await mover.read_through(reading, page)
+                if isinstance(outcome, Bounced) and outcome.copy is not None:
+                    return _Raised(outcome, outcome.copy)
+                assert isinstance(outcome, MoveCode)
+                code = outcome
+        return _CODES[code]
+
+    def subject(self, key: bytes) -> Subject:
+        place = self._place
+        return Subject(namespace=place.namespace, key=key, identity=place, layout=place.layout)
+
+    def _is_acceptable(self, reading: Reading) -> bool:
+        return reading.codec in self._accept and (self._lossy_ok or not reading.lossy)
 
     def _is_checked(self, reading: Reading) -> bool:
         if self._verify is Verify.ALWAYS:

@@ -1,8 +1,8 @@
 """Whose pages they are, and whether the bytes in a slot are the page that the index says.
 
-`Identity` is what a page's sum is bound to beside its own key; `load` is the only reader of records
-in host memory: a get, a put that meets an existing page and a scrub all go through it. Functions
-without state: any thread, while the caller holds a Reading.
+`Identity` is what a page's sum is bound to beside its own key; `check` is the only judge of
+records: a get, a put that meets an existing page, a move between tiers and a scrub all go through
+it. Functions without state: any thread, while the caller holds a Reading.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvtier.core.handles import Reading
-from kvtier.core.page import PageMeta
+from kvtier.core.page import PageMeta, PageRef, Tier
 from kvtier.errors import CorruptRecord
 from kvtier.packing.checksum import verify_payload
 from kvtier.packing.layout import Layout
 from kvtier.packing.record import HEADER_BYTES, RecordHeader, decode_header
 from kvtier.tiers.host import HostArena
 
-__all__ = ["Copy", "Identity", "Place", "Verify", "load"]
+__all__ = ["Copy", "Identity", "Place", "Verify", "check", "load"]
 
 
 class Verify(IntEnum):
@@ -80,19 +80,37 @@ class Copy:
 def load(
     arena: HostArena, identity: Identity, reading: Reading, key: bytes, *, check_payload: bool
 ) -> Copy | None:
-    """The copy that `reading` holds, if header and payload are what the index says they are.
+    """`check` of the copy that `reading` holds in host memory."""
+    record = arena.view(reading.ref.slot, 0, HEADER_BYTES + reading.length)
+    return check(record, identity, reading, key, check_payload=check_payload)
+
+
+def check(
+    record: memoryview, identity: Identity, reading: Reading, key: bytes, *, check_payload: bool
+) -> Copy | None:
+    """The copy in `record`, if header and payload are what the index says of `reading`.
 
     The header is always checked, the payload's sum if `check_payload`.
     """
     try:
-        header = decode_header(arena.view(reading.ref.slot, 0, HEADER_BYTES))
+        header = decode_header(record)
     except CorruptRecord:
         return None
-    if header.ref != reading.ref or header.key != key or not identity.made(header):
+    if not _is_of(header, reading.ref) or header.key != key or not identity.made(header):
         return None
     if (header.length, header.codec) != (reading.length, reading.codec):
         return None
-    payload = arena.view(reading.ref.slot, HEADER_BYTES, header.length)
+    payload = record[HEADER_BYTES : HEADER_BYTES + header.length]
     if check_payload and not identity.payload_ok(payload, header):
         return None
     return Copy(header, payload)
+
+
+def _is_of(header: RecordHeader, ref: PageRef) -> bool:
+    """The record was written for this allocation.
+
+    On NVMe that may have been in an earlier boot: generations are never used again, by none.
+    """
+    if ref.tier is Tier.NVME:
+        return (header.tier, header.slot, header.generation) == (ref.tier, ref.slot, ref.generation)
+    return header.ref == ref

@@ -108,7 +108,7 @@ class SessionStatus(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., client_name: _Optional[str] = ..., idle_ms: _Optional[int] = ..., handles: _Optional[int] = ..., leases: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "state", "boot_id", "uptime_ms", "directory", "listen", "tiers", "namespaces", "sessions", "counters", "planes", "warnings")
+    __slots__ = ("version", "state", "boot_id", "uptime_ms", "directory", "listen", "tiers", "namespaces", "sessions", "counters", "planes", "warnings", "devices")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class GetStatusResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     PLANES_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     version: str
     state: str
     boot_id: int
@@ -140,25 +141,96 @@ class GetStatusResponse(_message.Message):
     counters: _containers.ScalarMap[str, int]
     planes: _containers.RepeatedScalarFieldContainer[str]
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., boot_id: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., directory: _Optional[str] = ..., listen: _Optional[_Iterable[str]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., planes: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
+    def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., boot_id: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., directory: _Optional[str] = ..., listen: _Optional[_Iterable[str]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., planes: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ...) -> None: ...
+
+class DeviceStatus(_message.Message):
+    __slots__ = ("path", "online", "reason", "direct_io", "capacity_bytes", "disk_bytes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    ONLINE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_IO_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    online: bool
+    reason: str
+    direct_io: bool
+    capacity_bytes: int
+    disk_bytes: int
+    def __init__(self, path: _Optional[str] = ..., online: bool = ..., reason: _Optional[str] = ..., direct_io: bool = ..., capacity_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("tier",)
+    __slots__ = ("tier", "bytes_per_second")
     TIER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     tier: _page_pb2.Tier
-    def __init__(self, tier: _Optional[_Union[_page_pb2.Tier, str]] = ...) -> None: ...
+    bytes_per_second: int
+    def __init__(self, tier: _Optional[_Union[_page_pb2.Tier, str]] = ..., bytes_per_second: _Optional[int] = ...) -> None: ...
 
 class VerifyProgress(_message.Message):
-    __slots__ = ("pages_done", "pages_total", "bytes_done", "pages_corrupt")
+    __slots__ = ("pages_done", "pages_total", "bytes_done", "pages_corrupt", "pages_unreadable")
     PAGES_DONE_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
     PAGES_CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_UNREADABLE_FIELD_NUMBER: _ClassVar[int]
     pages_done: int
     pages_total: int
     bytes_done: int
     pages_corrupt: int
-    def __init__(self, pages_done: _Optional[int] = ..., pages_total: _Optional[int] = ..., bytes_done: _Optional[int] = ..., pages_corrupt: _Optional[int] = ...) -> None: ...
+    pages_unreadable: int
+    def __init__(self, pages_done: _Optional[int] = ..., pages_total: _Optional[int] = ..., bytes_done: _Optional[int] = ..., pages_corrupt: _Optional[int] = ..., pages_unreadable: _Optional[int] = ...) -> None: ...
+
+class ListQuarantineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class QuarantinedPage(_message.Message):
+    __slots__ = ("ref", "fingerprint", "shard", "key", "length", "codec")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    ref: _page_pb2.PageRef
+    fingerprint: bytes
+    shard: int
+    key: bytes
+    length: int
+    codec: _page_pb2.Codec
+    def __init__(self, ref: _Optional[_Union[_page_pb2.PageRef, _Mapping]] = ..., fingerprint: _Optional[bytes] = ..., shard: _Optional[int] = ..., key: _Optional[bytes] = ..., length: _Optional[int] = ..., codec: _Optional[_Union[_page_pb2.Codec, str]] = ...) -> None: ...
+
+class ListQuarantineResponse(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: _containers.RepeatedCompositeFieldContainer[QuarantinedPage]
+    def __init__(self, pages: _Optional[_Iterable[_Union[QuarantinedPage, _Mapping]]] = ...) -> None: ...
+
+class ReadQuarantineRequest(_message.Message):
+    __slots__ = ("ref",)
+    REF_FIELD_NUMBER: _ClassVar[int]
+    ref: _page_pb2.PageRef
+    def __init__(self, ref: _Optional[_Union[_page_pb2.PageRef, _Mapping]] = ...) -> None: ...
+
+class ReadQuarantineResponse(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class ClearQuarantineRequest(_message.Message):
+    __slots__ = ("refs",)
+    REFS_FIELD_NUMBER: _ClassVar[int]
+    refs: _containers.RepeatedCompositeFieldContainer[_page_pb2.PageRef]
+    def __init__(self, refs: _Optional[_Iterable[_Union[_page_pb2.PageRef, _Mapping]]] = ...) -> None: ...
+
+class ClearQuarantineResponse(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    def __init__(self, pages: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_ms",)

@@ -195,10 +195,12 @@ class FlushRequest(_message.Message):
     def __init__(self, session_id: _Optional[int] = ...) -> None: ...
 
 class FlushResponse(_message.Message):
-    __slots__ = ("pages",)
+    __slots__ = ("pages", "pages_lost")
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_LOST_FIELD_NUMBER: _ClassVar[int]
     pages: int
-    def __init__(self, pages: _Optional[int] = ...) -> None: ...
+    pages_lost: int
+    def __init__(self, pages: _Optional[int] = ..., pages_lost: _Optional[int] = ...) -> None: ...
 
 class BumpGenerationRequest(_message.Message):
     __slots__ = ("fingerprint", "expected_generation", "weights_revision", "token")

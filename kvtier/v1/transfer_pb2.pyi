@@ -56,18 +56,20 @@ class PutRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[PutOpen, _Mapping]] = ..., pages: _Optional[_Iterable[_Union[PutPage, _Mapping]]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutResponse(_message.Message):
-    __slots__ = ("codes", "leading_run", "boot_id", "slots", "generations")
+    __slots__ = ("codes", "leading_run", "boot_id", "slots", "generations", "reached")
     CODES_FIELD_NUMBER: _ClassVar[int]
     LEADING_RUN_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
     codes: _containers.RepeatedScalarFieldContainer[_page_pb2.PutCode]
     leading_run: int
     boot_id: int
     slots: _containers.RepeatedScalarFieldContainer[int]
     generations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, codes: _Optional[_Iterable[_Union[_page_pb2.PutCode, str]]] = ..., leading_run: _Optional[int] = ..., boot_id: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+    reached: _containers.RepeatedScalarFieldContainer[_page_pb2.Durability]
+    def __init__(self, codes: _Optional[_Iterable[_Union[_page_pb2.PutCode, str]]] = ..., leading_run: _Optional[int] = ..., boot_id: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., reached: _Optional[_Iterable[_Union[_page_pb2.Durability, str]]] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("handle", "keys", "accept", "lossy_ok", "session", "ttl_ms", "priority", "traceparent")

@@ -18,6 +18,7 @@ from kvtier import errors
 from kvtier.transfer import rpc
 from kvtier.v1 import transfer_pb2
 from tests.client.fake_service import REMEDY, Bound, FakeService, Family, Stored
+from tests.client.fake_tiers import FakeTiers
 
 
 class FakeDaemon:
@@ -46,6 +47,7 @@ class FakeDaemon:
         self.stall: set[str] = set()  # methods that never answer
         self.stall_get_after = -1  # a get stalls after so many pages
         self.put_codes: dict[bytes, int] = {}
+        self.tiers = FakeTiers()
         self.raise_in: dict[str, errors.KvtierError] = {}
         self._last = 0
         self._loop: asyncio.AbstractEventLoop | None = None

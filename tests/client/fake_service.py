@@ -6,14 +6,13 @@ import asyncio
 from dataclasses import dataclass, field
 
 from kvtier import errors
-from kvtier.core.page import Codec, DeleteCode, GetCode, LeaseCode, PutCode, Tier
+from kvtier.core.page import Codec, DeleteCode, Durability, GetCode, LeaseCode, PutCode, Tier
 from kvtier.packing.checksum import verify_payload
 from kvtier.packing.layout import Layout
 from kvtier.transfer import rpc, wire
 from kvtier.transfer.messages import layout_from_proto
 from kvtier.v1 import admin_pb2, pages_pb2, transfer_pb2
-
-REMEDY = "ask the fake"
+from tests.client.fake_tiers import REMEDY, TierRpcs
 
 
 @dataclass
@@ -57,7 +56,7 @@ def split(keys: bytes, limit: int) -> list[bytes]:
     return [keys[at : at + 32] for at in range(0, len(keys), 32)]
 
 
-class FakeService:
+class FakeService(TierRpcs):
     def __init__(self, daemon) -> None:
         self._d = daemon
 
@@ -115,7 +114,10 @@ class FakeService:
         bound, is_stale = self._bound(request.handle)
         keys = split(request.keys, self._d.limits["keys_per_call_max"])
         codes = [self._code(bound, is_stale, key) for key in keys]
-        tiers = [int(Tier.HOST) if code == GetCode.HIT else 0 for code in codes]
+        tiers = [
+            self._tier(bound, key) if code == GetCode.HIT else 0
+            for key, code in zip(keys, codes, strict=True)
+        ]
         return pages_pb2.LookupResponse(codes=codes, tiers=tiers)
 
     async def put(self, requests, context):
@@ -129,6 +131,8 @@ class FakeService:
                 opened = message.open
                 d.puts.append(opened)
                 bound, is_stale = self._bound(opened.handle)
+                if d.tiers.is_old and opened.durability == Durability.NVME:
+                    raise errors.NotImplementedYet("durability NVME", remedy=REMEDY)
             announced += message.pages
             assert message.offset == len(run) or not message.data
             run += message.data
@@ -149,7 +153,22 @@ class FakeService:
             answer.codes.append(code)
             answer.slots.append(generation)
             answer.generations.append(generation)
+            if not d.tiers.is_old:
+                answer.reached.append(self._reached(bound, opened, page.key, code))
         return answer
+
+    def _reached(self, bound, opened, key, code):
+        if not PutCode(code).is_stored:
+            return 0
+        place = (bound.number, bound.layout.shard.index, key)
+        return int(self._d.tiers.stored(bound, place, opened.durability))
+
+    def _tier(self, bound, key):
+        place = (bound.number, bound.layout.shard.index, key)
+        return int(self._d.tiers.tiers.get(place, Tier.HOST))
+
+    def _split(self, keys):
+        return split(keys, self._d.limits["keys_per_call_max"])
 
     def _store(self, bound, is_stale, opened, page, data):
         d = self._d
@@ -203,7 +222,7 @@ class FakeService:
                 data[len(data) // 2] ^= 1
             head = transfer_pb2.GetResponse(offset=sent)
             head.pages.add(
-                code=code, tier=Tier.HOST, codec=stored.codec, lossy=stored.lossy,
+                code=code, tier=self._tier(bound, key), codec=stored.codec, lossy=stored.lossy,
                 length=len(data), payload_sum=stored.payload_sum, origin_sum=stored.origin_sum,
                 slot=stored.generation, generation=stored.generation,
             )  # fmt: skip
@@ -289,7 +308,7 @@ class FakeService:
         return admin_pb2.GetCapabilitiesResponse(
             version="fake",
             record_version=1,
-            tiers=[2],
+            tiers=[2, 3] if self._d.tiers.has_nvme else [2],
             codecs=[1, 2],
             planes=["grpc"],
             chunk_bytes=self._d.chunk_bytes,
@@ -305,8 +324,9 @@ class FakeService:
             state="ready",
             boot_id=self._d.boot_id,
             uptime_ms=1500,
-            tiers=[admin_pb2.TierStatus(tier=2, capacity_bytes=1 << 30)],
+            tiers=self._d.tiers.status,
             counters={"gets": self._d.calls["get"]},
+            devices=self._d.tiers.devices,
             namespaces=[
                 admin_pb2.NamespaceStatus(fingerprint=fingerprint, generation=family.generation)
                 for fingerprint, family in self._d.families.items()

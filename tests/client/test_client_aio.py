@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
+import grpc.aio
 import pytest
 
 import kvtier
@@ -96,5 +98,59 @@ def test_a_put_whose_status_is_lost_twice_is_unavailable(daemon, layout, make_pa
             monkeypatch.setattr(GrpcPlane, "_put", lost)
             put = await ns.put(ns.keys(range(8)), make_pages(2))
             assert put.reasons == [kvtier.PutCode.UNAVAILABLE] * 2
+
+    asyncio.run(main())
+
+
+class BrokenPut:
+    """A put whose daemon is killed while grpc ends the stream: that raises an error of grpc's own
+    machinery, in `done_writing` or at any other place.
+    """
+
+    def __init__(self, call, *, breaks_at):
+        self._call = call
+        self._breaks_at = breaks_at
+
+    async def write(self, message):
+        await self._call.write(message)
+        self._break("write")
+
+    async def done_writing(self):
+        self._break("done_writing")
+
+    def __await__(self):
+        self._break("await")
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "killed"
+        )
+        yield
+
+    def _break(self, where):
+        if where == self._breaks_at:
+            raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    def cancel(self):
+        self._call.cancel()
+
+
+@pytest.mark.parametrize("breaks_at", ["write", "done_writing", "await"])
+def test_a_put_that_breaks_inside_grpc_is_unavailable(daemon, layout, make_pages, breaks_at):
+    async def main():
+        async with kvtier.aio.connect(daemon.url, deadline=5.0) as kv:
+            ns = await kv.namespace(layout)
+            channel = ns.link.plane._channel
+            make = channel.callable
+
+            def callable_of(service, name):
+                made = make(service, name)
+                if name != "Put":
+                    return made
+                return lambda **options: BrokenPut(made(**options), breaks_at=breaks_at)
+
+            channel.callable = callable_of
+            put = await ns.put(ns.keys(range(8)), make_pages(2))
+            assert put.reasons == [kvtier.PutCode.UNAVAILABLE] * 2
+            channel.callable = make
+            assert (await ns.put(ns.keys(range(8)), make_pages(2))).stored == 2
 
     asyncio.run(main())

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.generations import Generations
-from kvtier.core.handles import Filling
+from kvtier.core.handles import Filling, Reading
 from kvtier.core.page import NO_SUM, Codec, PageMeta, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.store import Store, StoreConfig
@@ -36,10 +36,10 @@ def make_store(
 ) -> Store:
     """A store whose host tier holds `slots` pages of RECORD bytes."""
     slab = RECORD * (slab_slots or slots)
-    tiers = {Tier.HOST: SlabAllocator(capacity_bytes=RECORD * slots, slab_bytes=slab)}
+    tiers = {Tier.HOST: SlabAllocator(slab_bytes=slab, numbers=range(RECORD * slots // slab))}
     if nvme_slots:
         size = RECORD * nvme_slots
-        tiers[Tier.NVME] = SlabAllocator(capacity_bytes=size, slab_bytes=size)
+        tiers[Tier.NVME] = SlabAllocator(slab_bytes=size, numbers=range(1))
     store = Store(
         StoreConfig(boot_id=99, pages_max=4 * (slots + nvme_slots), seed=1234),
         tiers=tiers,
@@ -48,7 +48,7 @@ def make_store(
     if granted:
         for tier, allocator in tiers.items():
             for slab_no in range(allocator.slabs):
-                store.grant_slab(tier, slab_no)
+                store.room.grant(tier, slab_no)
     store.open_namespace(NS, shard_count)
     return store
 
@@ -71,12 +71,21 @@ def put(
     shard: int = 0,
     namespace: int = NS,
     record: int = RECORD,
+    source: Reading | None = None,
     tier: Tier = Tier.HOST,
 ) -> PutCode:
-    outcome = store.reserve(namespace, shard, meta(n, parent), record, tier)
+    outcome = store.reserve(namespace, shard, meta(n, parent), record, tier=tier, source=source)
     if isinstance(outcome, Filling):
         return outcome.seal()
     return outcome
+
+
+def demote(store: Store, n: int, parent: int | None = None, *, shard: int = 0) -> PutCode:
+    """Copies a page of the host tier to the tier below, as the mover does."""
+    (source,) = store.acquire(NS, shard, keys([n]), is_use=False)
+    assert isinstance(source, Reading)
+    with source:
+        return put(store, n, parent, shard=shard, source=source, tier=Tier.NVME)
 
 
 def present(

@@ -12,7 +12,7 @@ from kvtier.core.handles import Filling, Reading
 from kvtier.core.ledger import LedgerError
 from kvtier.core.movement import Movement
 from kvtier.core.page import DeleteCode, GetCode, LeaseCode, PageRef, PutCode, Tier
-from tests.core.support import NS, RECORD, key, keys, make_store, meta, present, put
+from tests.core.support import NS, RECORD, demote, key, keys, make_store, meta, present, put
 
 
 def fill(store, n, parent=None, **more):
@@ -160,7 +160,7 @@ def test_a_copy_in_two_tiers_survives_the_loss_of_either() -> None:
     store = make_store(slots=2, nvme_slots=4)
     put(store, 1)
     (source,) = store.acquire(NS, 0, keys([1]))
-    target = store.reserve(NS, 0, meta(1), RECORD, Tier.NVME)
+    target = store.reserve(NS, 0, meta(1), RECORD, tier=Tier.NVME, source=source)
     assert isinstance(source, Reading)
     assert isinstance(target, Filling)
     assert put(store, 1) is PutCode.EXISTS
@@ -174,15 +174,14 @@ def test_a_copy_in_two_tiers_survives_the_loss_of_either() -> None:
     _, tiers = store.lookup(NS, 0, keys([1]))
     assert tiers.tolist() == [Tier.NVME]
     assert put(store, 1) is PutCode.EXISTS
-    second = store.reserve(NS, 0, meta(1), RECORD, Tier.NVME)
-    assert second is PutCode.EXISTS
+    assert put(store, 1, tier=Tier.NVME) is PutCode.EXISTS
     store.check()
 
 
 def test_a_bad_copy_leads_to_the_next_tier() -> None:
     store = make_store(slots=2, nvme_slots=2)
     put(store, 1)
-    put(store, 1, tier=Tier.NVME)
+    assert demote(store, 1) is PutCode.STORED
     (reading,) = store.acquire(NS, 0, keys([1]))
     assert isinstance(reading, Reading)
     following = store.acquire_next(reading.ref, NS, 0, key(1))
@@ -211,7 +210,7 @@ def test_a_failing_generation_journal_leaks_nothing() -> None:
 def test_nothing_fits_before_a_slab_is_granted() -> None:
     store = make_store(slots=4, granted=False)
     assert put(store, 1) is PutCode.BUSY
-    store.grant_slab(Tier.HOST, 0)
+    store.room.grant(Tier.HOST, 0)
     assert put(store, 1) is PutCode.STORED
     store.check()
 

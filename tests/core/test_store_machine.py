@@ -1,14 +1,18 @@
-"""The store machine over a small tier, and over one so small that most puts evict."""
+"""The store machine over a small tier, and over one so small that most puts evict, with every
+policy."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvtier.core.lifecycle import Event
-from kvtier.core.page import Tier
+from kvtier.core.page import PutCode, Tier
 from kvtier.core.placement import Placement
+from kvtier.core.policy import POLICIES
 from kvtier.core.policy.lru import LruTailFirst
 from kvtier.core.residents import Residents
 from kvtier.core.store import Store
@@ -28,20 +32,57 @@ class Tiny(StoreMachine):
     make_store = staticmethod(lambda: make_store(slots=2))
 
 
+class OtherTurns(StoreMachine):
+    """For policies that go by more than the last use: any page that nothing keeps may go, but only
+    one, and only when there is no room."""
+
+    def make_way(self, *, room: bool, code: PutCode | None) -> None:
+        for n in self.there - self.found():
+            self.used[n] = -1
+        super().make_way(room=room, code=code)
+
+
+class RoomyOther(OtherTurns):
+    make_store = Roomy.make_store
+
+
+class TightOther(OtherTurns):
+    make_store = Tight.make_store
+
+
 SHORT = settings(max_examples=30, stateful_step_count=40, deadline=None, print_blob=True)
 # A planted fault has to be found, not made small.
 HUNT = settings(SHORT, max_examples=1000, phases=[Phase.generate], report_multiple_bugs=False)
 
 
-@pytest.mark.parametrize("machine", [Roomy, Tight])
-def test_the_store_agrees_with_the_oracle(machine: type[StoreMachine]) -> None:
+MACHINES = [
+    (Roomy, "lru"),
+    (Tight, "lru"),
+    (RoomyOther, "arc"),
+    (TightOther, "arc"),
+    (RoomyOther, "s3-fifo"),
+    (TightOther, "s3-fifo"),
+]
+
+
+@pytest.fixture
+def with_policy(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setattr("tests.core.support.Store", partial(Store, make_policy=POLICIES[policy]))
+
+
+@pytest.mark.usefixtures("with_policy")
+@pytest.mark.parametrize(("machine", "policy"), MACHINES)
+def test_the_store_agrees_with_the_oracle(machine: type[StoreMachine], policy: str) -> None:
     run_state_machine_as_test(machine, settings=SHORT)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("machine", [Roomy, Tight])
-def test_the_store_agrees_with_the_oracle_for_long(machine: type[StoreMachine]) -> None:
+@pytest.mark.usefixtures("with_policy")
+@pytest.mark.parametrize(("machine", "policy"), MACHINES)
+def test_the_store_agrees_with_the_oracle_for_long(
+    machine: type[StoreMachine], policy: str
+) -> None:
     run_state_machine_as_test(machine, settings=settings(SHORT, max_examples=500))
 
 

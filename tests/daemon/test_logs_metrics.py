@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.config import LogFormat, LogLevel
+from kvtier.core.page import Tier
 from kvtier.daemon.logs import EVENTS, setup_logging
 from kvtier.daemon.metrics import METRICS, Exporter, MetricKind, Metrics, metrics_markdown
 
@@ -120,7 +121,7 @@ def families(metrics: Metrics):
 def test_what_is_exported_is_what_the_table_says(metrics):
     metrics.rpc_ended("Get", "OK", 0.1)
     metrics.put_ended(["stored"], 1)
-    metrics.get_ended(["hit"], 1)
+    metrics.get_ended(["hit"], 1, {Tier.NVME: 1})
     found = families(metrics)
     expected = {spec.name.removesuffix("_total"): spec for spec in METRICS}
     assert set(found) == set(expected)
@@ -137,10 +138,10 @@ def test_what_is_exported_is_what_the_table_says(metrics):
 def test_calls_and_pages_are_counted(metrics):
     metrics.rpc_ended("Get", "OK", 0.002)
     metrics.rpc_ended("Get", "UNAVAILABLE", 20.0)
-    metrics.get_ended(["hit", "miss", "hit"], 4096)
+    metrics.get_ended(["hit", "miss", "hit"], 4096, {Tier.HOST: 1, Tier.NVME: 1})
     metrics.put_ended(["stored", "exists"], 100)
     assert metrics.page_totals() == {
-        "get_hit": 2, "get_miss": 1, "put_stored": 1, "put_exists": 1,
+        "get_hit": 2, "get_miss": 1, "put_stored": 1, "put_exists": 1, "hit_host": 1, "hit_nvme": 1,
     }  # fmt: skip
     samples = {
         (s.name, *sorted(s.labels.items())): s.value
@@ -148,6 +149,7 @@ def test_calls_and_pages_are_counted(metrics):
         for s in family.samples
     }
     assert samples["kvtier_get_pages_total", ("code", "hit")] == 2
+    assert samples["kvtier_get_hits_total", ("tier", "nvme")] == 1
     assert samples["kvtier_sent_bytes_total",] == 4096
     assert samples["kvtier_received_bytes_total",] == 100
     assert samples["kvtier_rpc_seconds_count", ("rpc", "Get")] == 2

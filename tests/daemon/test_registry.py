@@ -16,9 +16,9 @@ from kvtier.core.page import GetCode, Tier
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.store import Store, StoreConfig
 from kvtier.daemon.registry import Registry
-from kvtier.daemon.sealed_file import write_sealed
 from kvtier.daemon.state import open_directory
 from kvtier.errors import DirectoryError, GenerationConflict, UnknownNamespace
+from kvtier.tiers.sealed_file import write_sealed
 
 SHARD = ShardIdentity(index=0, layers=(0, 1), heads=(0, 1))
 KEYS = np.zeros((1, 32), np.uint8)
@@ -65,7 +65,7 @@ def directory(tmp_path: Path):
 def new_store() -> Store:
     return Store(
         StoreConfig(boot_id=1, pages_max=16, seed=1),
-        tiers={Tier.HOST: SlabAllocator(capacity_bytes=1 << 20, slab_bytes=1 << 20)},
+        tiers={Tier.HOST: SlabAllocator(slab_bytes=1 << 20, numbers=range(1))},
         generations=Generations(0, lambda bound: None),
     )
 

@@ -25,7 +25,7 @@ from kvtier.v1 import admin_pb2, page_pb2, pages_pb2, transfer_pb2
 HIT, MISS, STALE = 1, 2, 3
 STORED, EXISTS, STALE_GENERATION, REFUSED = 1, 2, 3, 7
 RPCS = [method for service in (PAGES, ADMIN) for method in METHODS[service].values()]
-MISSING = {"Prefetch", "Demote", "Flush", "AdoptHandoff"}
+MISSING = {"AdoptHandoff"}
 
 
 # -- what is there --------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_what_is_not_there_yet(client, name):
     fails(lambda: client.call(name, request), grpc.StatusCode.UNIMPLEMENTED, "NotImplementedYet")
 
 
-def test_durability_nvme_is_not_there_yet(client):
+def test_without_an_nvme_tier_nothing_is_durable(client):
     opened = client.open()
     opening = transfer_pb2.PutOpen(handle=opened.handle, durability=2)
     fails(
@@ -60,6 +60,14 @@ def test_durability_nvme_is_not_there_yet(client):
         "NotImplementedYet",
         "NVME",
     )
+    handle, keys = opened.handle, key_of(1)
+    client.put(opened, [(keys, payload_of(1))])
+    demoted = client.call("Demote", pages_pb2.DemoteRequest(handle=handle, keys=keys))
+    assert (list(demoted.codes), demoted.leading_run) == ([9], 0)
+    raised = client.call("Prefetch", pages_pb2.PrefetchRequest(handle=handle, keys=keys))
+    assert (list(raised.codes), raised.leading_run) == ([HIT], 1)
+    flushed = client.call("Flush", pages_pb2.FlushRequest(session_id=opened.session_id))
+    assert (flushed.pages, flushed.pages_lost) == (0, 1)
 
 
 def test_capabilities_are_the_configured_limits(make_daemon):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.daemon.sealed_file import read_sealed, write_sealed
 from kvtier.daemon.state import new_boot_id, open_directory
 from kvtier.errors import DirectoryError
+from kvtier.tiers.sealed_file import read_sealed, write_sealed
 
 BLOCK = 1 << 20
 STATE_FILES = ("format", "generations", "namespaces")
@@ -140,9 +140,38 @@ def test_damage_is_loud_and_changes_nothing(path, name, damage):
 
 def test_another_format_version_is_refused(path):
     open_directory(path).close()
-    write_sealed(path / "format", b"format", (2).to_bytes(4, "little"))
-    with pytest.raises(DirectoryError, match="format version 2, this daemon knows version 1"):
+    write_sealed(path / "format", b"format", (3).to_bytes(4, "little"))
+    with pytest.raises(DirectoryError, match="version 3, this daemon knows versions 1 and 2") as no:
         open_directory(path)
+    assert "--discard-cache" in no.value.remedy
+    with open_directory(path, discard_cache=True) as directory:
+        assert directory.generation_bound == 0
+
+
+def test_a_directory_of_the_version_before_is_taken_over(path):
+    with open_directory(path) as directory:
+        directory.journal_generations(BLOCK)
+    write_sealed(path / "format", b"format", (1).to_bytes(4, "little"))
+    with open_directory(path) as directory:
+        assert directory.generation_bound == BLOCK
+    assert read_sealed(path / "format", b"format") == (2).to_bytes(4, "little")
+
+
+def test_discarding_removes_what_is_ours_alone(path):
+    with open_directory(path) as directory:
+        directory.journal_generations(BLOCK)
+        directory.save_namespaces({"a": 1})
+    for name in ("geometry", "checkpoint", "checkpoint.old", "journal-0000000001", "notes.txt"):
+        (path / name).write_text("x")
+    with pytest.raises(DirectoryError, match=r"not empty \(notes.txt"):
+        open_directory(path, discard_cache=True)
+    (path / "notes.txt").unlink()
+    with open_directory(path, discard_cache=True) as directory:
+        assert directory.generation_bound == 0
+        assert directory.load_namespaces() == {}
+    assert sorted(item.name for item in path.iterdir()) == [
+        "format", "generations", "lock", "namespaces",
+    ]  # fmt: skip
 
 
 def test_an_interrupted_first_start_goes_on(path):

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from kvtier.errors import MissingExtra
 from kvtier_engine import errors, smollm2
 from kvtier_engine.demo import command, report
-from kvtier_engine.demo.damage import flip_payload_byte
+from kvtier_engine.demo.damage import flip_payload_byte, flip_stored_byte
 from kvtier_engine.demo.job import Job, ask
 from kvtier_engine.errors import DemoFailed
 from tests.engine.tiny_gguf import gguf_of, tiny_model
@@ -47,7 +48,7 @@ def test_every_claim_holds(outcome: dict) -> None:
     assert {claim["text"]: claim["holds"] for claim in outcome["claims"]} == {
         claim["text"]: True for claim in outcome["claims"]
     }
-    assert len(outcome["claims"]) == 7
+    assert len(outcome["claims"]) == 10
     assert outcome["ok"] is True
 
 
@@ -71,31 +72,38 @@ def test_only_the_damaged_page_is_lost(outcome: dict) -> None:
         ("decode", ["damaged", "page_reason"], "HIT", "flipped byte"),
         ("decode", ["damaged", "tokens_same"], 3, "flipped byte"),
         ("decode", ["hits_after"], 0, "put again"),
+        ("decode", ["damaged", "durable"], 0, "durable"),
+        ("crashed", ["tiers"], {"HOST": 3}, "SIGKILL"),
+        ("crashed", ["hits"], 1, "SIGKILL"),
+        ("crashed", ["logits_same_bits"], False, "SIGKILL"),
+        ("flipped", ["reasons"], {"HIT": 3}, "flipped on disk"),
+        ("flipped", ["tokens_same"], 3, "flipped on disk"),
     ],
 )
 def test_a_claim_that_does_not_hold_is_said(
     outcome: dict, process: str, path: list[str], value: object, claim: str
 ) -> None:
-    results = copy.deepcopy({name: outcome[name] for name in ("prefill", "decode")})
+    results = copy.deepcopy({part.name: outcome[part.name] for part in fields(report.Results)})
     place = results[process]
     if path == ["hits_after"]:
         place, path = place["damaged"], ["hits_after_putting_it_again"]
     for name in path[:-1]:
         place = place[name]
     place[path[-1]] = value
-    found = report.claims(results["prefill"], results["decode"])
+    found = report.claims(report.Results(**results))
     assert [claim in item.text for item in found if not item.holds] == [True]
-    text = report.as_text(results["prefill"], results["decode"], found, 1.0)
-    assert "6 of 7 claims hold" in text
+    text = report.as_text(report.Results(**results), found, 1.0)
+    assert "9 of 10 claims hold" in text
     assert text.count("FAIL") == 1
 
 
 def test_the_report_is_readable(outcome: dict) -> None:
-    found = report.claims(outcome["prefill"], outcome["decode"])
-    text = report.as_text(outcome["prefill"], outcome["decode"], found, 1.0)
+    results = report.Results(**{part.name: outcome[part.name] for part in fields(report.Results)})
+    found = report.claims(results)
+    text = report.as_text(results, found, 1.0)
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 120
-    assert "7 of 7 claims hold" in text
+    assert "10 of 10 claims hold" in text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -144,6 +152,20 @@ def test_a_flip_changes_one_byte_of_one_record(tmp_path: Path) -> None:
     changed = [i for i in range(len(before)) if before[i] != after[i]]
     assert changed == [3 * 4096 + 70]
     assert after[changed[0]] == before[changed[0]] ^ 0xFF
+
+
+def test_a_flip_on_disk_changes_one_byte_of_the_page_alone(tmp_path: Path) -> None:
+    key = bytes(range(32))
+    header = (b"\x89KVTREC\n" + bytes(40) + key).ljust(4096, b"\0")
+    other = (b"\x89KVTREC\n" + bytes(40) + bytes(32)).ljust(4096, b"\0")
+    before = bytes(4096) + other + bytes(4096) + header + bytes(4096) + bytes(4096)
+    segment = tmp_path / "segment-00000000"
+    segment.write_bytes(before)
+    flip_stored_byte(tmp_path, key, at=70)
+    after = segment.read_bytes()
+    assert [i for i in range(len(before)) if before[i] != after[i]] == [4 * 4096 + 70]
+    with pytest.raises(DemoFailed, match="holds the page"):
+        flip_stored_byte(tmp_path, bytes(31) + b"x", at=0)
 
 
 def test_a_process_without_an_arena_cannot_be_damaged() -> None:

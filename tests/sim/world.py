@@ -1,53 +1,405 @@
-"""A whole kvtier in one thread: the real store, arena, Intake and Outlet, under a seeded scheduler.
+"""A whole kvtier in one thread: the real store, arena, Intake, Outlet, mover, tiering, registry and
+durability, under a seeded scheduler, over as many boots as the seed asks for.
 
-Clients are generators that stop between any two steps a real client could stop between: an
-announcement, a chunk, a page, a copied piece. The scheduler picks who goes on, moves the clock,
-grants slabs late, flips bits in memory and on the wire, and lets clients vanish. What a client gets
-is held against an oracle that knows every accepted page.
+Clients stop between any two steps a real client could stop between. The scheduler picks who goes
+on, moves the clock, grants slabs late, flips bits in memory, on the wire and on the devices, takes
+devices away, lets clients vanish, and ends boots: by SIGKILL, by a power cut, or in good order.
+What a client gets, and what a restart finds, is held against an oracle.
 
 The same seed gives the same run, step by step (`World.trace` is a digest of it).
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Coroutine, Iterable
+from enum import Enum, auto
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from kvtier.core.generations import Generations
-from kvtier.core.page import (
-    Codec,
-    DeleteCode,
-    GetCode,
-    PageMeta,
-    PutCode,
-    Tier,
-)
-from kvtier.core.slabs import SlabAllocator
-from kvtier.core.store import Store, StoreConfig
-from kvtier.errors import ChunkError
-from kvtier.packing.checksum import payload_sum
+from kvtier.core.namespaces import FamilyIdentity, ShardIdentity
+from kvtier.core.page import Tier
+from kvtier.errors import DirectoryError, KvtierError
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
 from kvtier.packing.record import HEADER_BYTES
-from kvtier.testing.cells import check_page, make_page
-from kvtier.tiers.host import HostArena
-from kvtier.transfer.intake import Intake
-from kvtier.transfer.outlet import Outlet
-from kvtier.transfer.place import Place, Verify
+from kvtier.testing.faulty_tier import FaultyTier
+from kvtier.testing.memory_tier import MemoryTier
+from kvtier.tiers.nvme_recovery import Recovered
+from kvtier.transfer.place import Place
+from tests.sim.boot import Boot, Machine
+from tests.sim.clients import Clients
+from tests.sim.crashes import CrashLog
+from tests.sim.ending import settle, stop
+from tests.sim.oracle import Broken, Counts, Oracle, Space
+from tests.sim.settings import draw_setting
+from tests.sim.sim_disk import StateDisk
+from tests.sim.sim_nvme import SimDevice
 
-SLAB = 64 * 1024
-SLABS = 4
-Script = Generator[None, None, None]
+__all__ = ["World", "run_seeds"]
+
+#: Scripts under way at once.
+_SCRIPTS = 6
+#: name -> (payload bytes, shards)
+_FAMILIES = {"model0": (3000, 1), "model1": (3000, 2), "model2": (20000, 1)}
+_NVME_BYTES = 1 << 44
 
 
-class WrongByte(AssertionError):
-    """A client was given, as a hit, a page that is not the one it asked for."""
+class Ending(Enum):
+    KILL = auto()
+    POWER_CUT = auto()
+    STOP = auto()
+    OVER = auto()  # of the run
 
 
-def opaque_layout(model: str, size: int) -> Layout:
+class World:
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.oracle = Oracle(seed)
+        self.setting = draw_setting(self.rng)
+        faulty = FaultyTier(
+            MemoryTier(_NVME_BYTES), self.setting.faults, seed=seed, keeps_unsynced=True
+        )
+        self._device = SimDevice(faulty, self.rng)
+        self._disk = StateDisk()
+        self._demanded: dict[tuple[Space, bytes], int] = {}
+        self._is_damaged = False  # a checkpoint, before the start
+        self._left = 0
+        # The books are what takes most of the time: some seeds look at them after every step.
+        self._check_every = 1 if seed % 8 == 0 else 8
+        self._version = 0
+        self._digest = hashlib.sha256()
+        self._scripts: list[asyncio.Task[Any]] = []
+        self._others: list[asyncio.Task[Any]] = []
+        self.spaces: list[Space] = []
+
+    @property
+    def counts(self) -> Counts:
+        return self.oracle.counts
+
+    @property
+    def trace(self) -> str:
+        return self._digest.hexdigest()
+
+    def run(self, steps: int) -> None:
+        """Raises WrongByte or Broken, or returns with everything closed and accounted for."""
+        self._left = steps
+        try:
+            with tempfile.TemporaryDirectory() as path, CrashLog() as crashes:
+                machine = Machine(self.setting, self._disk, self._device, Path(path))
+                while self._run_boot(machine, crashes) is not Ending.OVER:
+                    pass
+                if self.setting.has_nvme:  # once more, to see what is left
+                    self._run_boot(machine, crashes)
+        except Broken:
+            raise
+        except AssertionError as error:
+            raise Broken(f"seed {self.seed}: {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            error.add_note(f"seed {self.seed}")
+            raise
+
+    # -- one boot --------------------------------------------------------------------------------
+
+    def _run_boot(self, machine: Machine, crashes: CrashLog) -> Ending:
+        boot = Boot(machine, self.oracle, self.rng)
+        loop = boot.scheduler.loop
+        loop.set_exception_handler(crashes.in_loop)
+        self._scripts, self._others = [], []
+        try:
+            ending = loop.run_until_complete(self._live(boot, crashes))
+            self._end(boot, ending)
+            return ending
+        finally:
+            # Whatever they do now is of a process that is no more.
+            crashes.is_ending = True
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                loop.run_until_complete(asyncio.wait(tasks))
+            loop.close()
+            crashes.is_ending = False
+            boot.arena.close()
+
+    async def _live(self, boot: Boot, crashes: CrashLog) -> Ending:
+        rng, scheduler = self.rng, boot.scheduler
+        clients = Clients(
+            boot,
+            self.oracle,
+            rng,
+            note=self._note,
+            new_version=self._new_version,
+            bump=lambda space: self._begin(self._bumped(clients, space)),
+        )
+        starting = self._begin(self._start(boot))
+        while self._left > 0:
+            self._left -= 1
+            if starting.done():
+                self._top_up(clients)
+                await self._weather(boot, clients)
+            await scheduler.quiesce()
+            self._look(crashes)
+            if not scheduler.fire_one() and (self._scripts or self._others):
+                raise self.oracle.broken("nothing can go on: something waits for ever")
+            if self._left % self._check_every == 0:
+                boot.store.check()
+            if boot.nvme is not None and rng.random() < self.setting.ending:
+                ending = rng.choice((Ending.KILL, Ending.KILL, Ending.POWER_CUT, Ending.STOP))
+                if ending is Ending.STOP and starting.done():
+                    await stop(boot, [*self._scripts, *self._others])
+                    self._look(crashes)
+                    return Ending.STOP
+                return Ending.KILL if ending is Ending.STOP else ending
+        await settle(boot, self._scripts, self._others)
+        self._look(crashes)
+        return Ending.OVER
+
+    async def _start(self, boot: Boot) -> None:
+        await boot.start(partial(self._judge_start, boot))
+        self.spaces = []
+        for name in _FAMILIES:
+            await self._open(boot, name)
+
+    def _look(self, crashes: CrashLog) -> None:
+        """Nothing may have failed unseen."""
+        for tasks in (self._scripts, self._others):
+            for task in [task for task in tasks if task.done()]:
+                tasks.remove(task)
+                if not task.cancelled():
+                    task.result()
+        crashes.raise_first(self.seed)
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Starts what no client can cancel."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._others.append(task)
+        return task
+
+    def _top_up(self, clients: Clients) -> None:
+        while len(self._scripts) < _SCRIPTS:
+            work: Any = clients.choose()(self.rng.choice(self.spaces))
+            self._scripts.append(asyncio.get_running_loop().create_task(work))
+
+    # -- what happens by itself ------------------------------------------------------------------
+
+    async def _weather(self, boot: Boot, clients: Clients) -> None:
+        rng, store = self.rng, boot.store
+        roll = rng.random()
+        if roll < 0.01 and boot.slabs_waiting:
+            store.room.grant(Tier.HOST, boot.slabs_waiting.pop())
+        elif roll < 0.03:
+            self._flip_a_bit_in_memory(boot)
+        elif roll < 0.06:
+            clients.now += rng.random() * 5
+            store.pins.expire(clients.now)
+        elif roll < 0.08:
+            store.sweep(rng.randint(1, 5))
+        elif roll < 0.10:
+            await self._client_vanishes(boot)
+        elif roll < 0.105:
+            store.clear_quarantine(None)
+        elif boot.nvme is not None:
+            self._nvme_weather(boot, (roll - 0.105) / 0.895)
+
+    async def _client_vanishes(self, boot: Boot) -> None:
+        """In the middle of anything, also of the loop's own work."""
+        if self.rng.random() < 0.5:
+            boot.scheduler.fire_one()
+            for _ in range(self.rng.randrange(5)):
+                await asyncio.sleep(0)
+        if self._scripts:
+            script = self._scripts.pop(self.rng.randrange(len(self._scripts)))
+            script.cancel()
+            self._others.append(script)
+
+    def _nvme_weather(self, boot: Boot, roll: float) -> None:
+        nvme = boot.nvme
+        assert nvme is not None
+        is_faulty = bool(self.setting.faults)
+        if roll < 0.02:
+            self._begin(nvme.tiering.clean())
+        elif roll < 0.035 or boot.has_broken_journal:
+            self._begin(_unless_refused(nvme.durability.checkpoint()))
+        elif roll < 0.05:
+            self._begin(nvme.lower.sync(partial(self._synced, boot)))
+        elif roll < 0.06:
+            nvme.lower.land()
+        elif roll < 0.08:
+            nvme.lower.retry()
+        elif roll < 0.082 and is_faulty:
+            nvme.lower.take_offline(self.rng.randrange(len(self.setting.segments_max)))
+        elif roll < 0.09 and self.setting.refusing:
+            self._disk.refuses_names = not self._disk.refuses_names
+
+    def _synced(self, boot: Boot) -> None:
+        self.oracle.safe |= set(boot.sealed_on_nvme().values())
+
+    def _flip_a_bit_in_memory(self, boot: Boot) -> None:
+        rows = boot.store.sealed_rows(Tier.HOST).tolist()
+        if not rows:
+            return
+        found = boot.store.acquire_row(self.rng.choice(rows))
+        assert found is not None
+        reading, namespace, shard, key = found
+        with reading:
+            at = self.rng.randrange(HEADER_BYTES + reading.length)
+            boot.arena.view(reading.ref.slot, at, 1)[0] ^= 1 << self.rng.randrange(8)
+        self.oracle.space_of(namespace, shard).flips[key] += 1
+        self.counts.flips += 1
+
+    # -- families --------------------------------------------------------------------------------
+
+    async def _bumped(self, clients: Clients, space: Space) -> None:
+        if await clients.bump(space):
+            await self._open(clients.boot, space.name)
+
+    async def _open(self, boot: Boot, name: str) -> None:
+        """The spaces of a family at its present generation take the place of older ones."""
+        size, shards = _FAMILIES[name]
+        layout = _opaque_layout(name, size)
+        fingerprint = layout.fingerprint("tenant", b"")
+        identity = FamilyIdentity(
+            fingerprint=fingerprint,
+            tenant="tenant",
+            model_id=name,
+            weights_revision="1",
+            shard_count=shards,
+        )
+        spaces = []
+        for shard in range(shards):
+            part = ShardIdentity(index=shard, layers=(0, 1), heads=(0, 1))
+            while True:
+                try:
+                    family, _ = await boot.registry.open(identity, part)
+                    break
+                except KvtierError:
+                    self._disk.refuses_names = False
+            place = Place(
+                namespace=family.number,
+                shard=shard,
+                fingerprint=fingerprint,
+                generation=family.generation,
+                layout=layout,
+            )
+            spaces.append(self._space(name, place, size))
+        self.spaces = [space for space in self.spaces if space.name != name] + spaces
+
+    def _space(self, name: str, place: Place, size: int) -> Space:
+        for space in self.oracle.every:
+            if space.place == place:
+                return space
+        space = Space(name, place, size)
+        self.oracle.every.append(space)
+        return space
+
+    # -- the end of a boot, and the next one -----------------------------------------------------
+
+    def _end(self, boot: Boot, ending: Ending) -> None:
+        self._count(boot)
+        if boot.nvme is None:
+            return
+        self._demanded = self._sealed(boot, only_safe=ending is Ending.POWER_CUT)
+        device, disk = self._device, self._disk
+        if ending is not Ending.STOP:
+            device.is_ending = True
+            for job in boot.nvme.lower.jobs:
+                job.tear()
+            device.is_ending = False
+            if self.rng.random() < 0.5:
+                boot.nvme.lower.land()
+            boot.nvme.files.kill()
+        if ending is Ending.POWER_CUT:
+            device.faulty.power_cut(survival=self.rng.random())
+            device.faulty.power_on()
+            disk.power_cut(self.rng)
+        device.faulty._delayed.clear()
+        disk.refuses_names = False
+        self._is_damaged = False
+        if self.rng.random() < 0.1:
+            self._is_damaged = disk.damage_checkpoint(self.rng, newest=self.rng.random() < 0.8)
+            if self.rng.random() < 0.1:
+                self._is_damaged |= disk.damage_checkpoint(self.rng, newest=False)
+        self.counts.kills += ending in (Ending.KILL, Ending.OVER)
+        self.counts.power_cuts += ending is Ending.POWER_CUT
+        self.counts.stops += ending is Ending.STOP
+
+    def _sealed(self, boot: Boot, *, only_safe: bool) -> dict[tuple[Space, bytes], int]:
+        """What the next start has to find."""
+        sealed = boot.sealed_on_nvme()
+        for space in self.oracle.every:
+            for key in space.must:
+                if (space, key) not in sealed:
+                    raise self.oracle.broken(
+                        f"{key.hex()[:8]} of {space.title} was durable, and is gone"
+                    )
+        demanded = {}
+        for (space, key), generation in sealed.items():
+            if space.is_ending or key in space.hurt:
+                continue
+            if key not in space.live:
+                what = f"{key.hex()[:8]} of {space.title}"
+                raise self.oracle.broken(f"{what} is on NVMe and was deleted or never put")
+            if generation in self.oracle.safe or not only_safe:
+                demanded[space, key] = space.live[key]
+        return demanded
+
+    def _judge_start(self, boot: Boot, recovered: Recovered) -> None:
+        present = {f.identity.fingerprint: f.generation for f in boot.registry.families()}
+        for space in self.oracle.every:
+            is_present = present.get(space.place.fingerprint) == space.place.generation
+            if is_present and space.is_ended:
+                raise self.oracle.broken(f"{space.title} was bumped and is back")
+            space.is_ending = False
+            if not is_present:
+                space.is_ended = True
+                space.kept.clear()
+        found, bad = {}, []
+        for (space, key), payload in boot.found_on_nvme().items():
+            if payload is None:
+                bad.append((space, key))
+            else:
+                found[space, key] = self.oracle.version_of(space, key, payload)
+        self.counts.ghosts += len(bad)
+        self.counts.lost += recovered.report.is_lost
+        is_excused = recovered.report.is_lost and self._is_damaged
+        is_excused |= bool(recovered.report.skipped) or self.setting.reads_faults
+        self.oracle.judge_restart(found, {} if is_excused else self._demanded)
+        for space, key in bad:
+            space.hurt.add(key)
+
+    def _count(self, boot: Boot) -> None:
+        counts = self.counts
+        if boot.nvme is not None:
+            nvme = boot.nvme
+            counts.demoted += sum(nvme.mover.demotions.values())
+            counts.promoted += sum(nvme.mover.promotions.values())
+            counts.checkpoints += nvme.durability.checkpoints
+            counts.timeouts += nvme.lower.timeouts
+            counts.offline += nvme.lower.offline_times
+            counts.refused += nvme.files.failures
+            counts.injected = len(self._device.faulty.injected)
+
+    def _new_version(self) -> int:
+        self._version += 1
+        return self._version
+
+    def _note(self, *codes: int) -> None:
+        self._digest.update(bytes(codes))
+
+
+async def _unless_refused(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except DirectoryError:
+        pass
+
+
+def _opaque_layout(model: str, size: int) -> Layout:
     segment = Segment(
         name="bytes",
         role=Role.OPAQUE,
@@ -62,335 +414,11 @@ def opaque_layout(model: str, size: int) -> Layout:
     )
 
 
-@dataclass(slots=True)
-class Space:
-    """One shard of one family at its present generation, and what the oracle knows of it."""
-
-    name: str
-    place: Place
-    versions: dict[bytes, int] = field(default_factory=dict)  # pages that may be found
-    damaged: set[bytes] = field(default_factory=set)  # keys of which some copy ever was
-
-
-class World:
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.rng = random.Random(seed)
-        self.arena = HostArena(SLAB * SLABS, slab_bytes=SLAB, huge_pages=False, poison=True)
-        allocator = SlabAllocator(capacity_bytes=SLAB * SLABS, slab_bytes=SLAB)
-        self.store = Store(
-            StoreConfig(boot_id=seed + 1, pages_max=64, seed=seed),
-            tiers={Tier.HOST: allocator},
-            generations=Generations(0, lambda bound: None),
-        )
-        self.slabs_waiting = list(range(SLABS))
-        self.now = 0.0
-        self.numbers = 0
-        self.version = 0
-        self.every_space: list[Space] = []  # bumped ones too: a get may still be reading them
-        self.spaces = [
-            *self._family("model0", 3000, shards=1),
-            *self._family("model1", 3000, shards=2),
-            *self._family("model2", 20000, shards=1),
-        ]
-        self.scripts: list[Script] = []
-        self.hits = self.stored = self.corrupt = self.damage_done = 0
-        self._digest = hashlib.sha256()
-
-    @property
-    def trace(self) -> str:
-        return self._digest.hexdigest()
-
-    def run(self, steps: int) -> None:
-        """Raises WrongByte or LedgerError, or returns with everything closed and accounted for."""
-        try:
-            for step in range(steps):
-                self._step()
-                if step % 8 == 0:
-                    self.store.check()
-            for script in self.scripts:
-                script.close()
-            self._settle()
-        finally:
-            self.arena.close()
-
-    # -- the scheduler ------------------------------------------------------------------------
-
-    def _step(self) -> None:
-        rng = self.rng
-        if len(self.scripts) < 6:
-            maker = rng.choice(
-                (self._put, self._put, self._get, self._get, self._get, self._change)
-            )
-            self.scripts.append(maker(rng.choice(self.spaces)))
-        roll = rng.random()
-        if roll < 0.01 and self.slabs_waiting:
-            self.store.grant_slab(Tier.HOST, self.slabs_waiting.pop())
-        elif roll < 0.03:
-            self._flip_a_bit_in_memory()
-        elif roll < 0.06:
-            self.now += rng.random() * 5
-            self.store.pins.expire(self.now)
-        elif roll < 0.08:
-            self.store.sweep(rng.randint(1, 5))
-        elif roll < 0.10:
-            rng.choice(self.scripts).close()  # the client is gone, in the middle of anything
-        script = rng.choice(self.scripts)
-        if next(script, self) is self:
-            self.scripts.remove(script)
-
-    def _settle(self) -> None:
-        self.store.pins.expire(float("inf"))
-        while self.store.sweep(100):
-            pass
-        self.store.check()
-        counts = self.store.status()[Tier.HOST]
-        assert counts.pinned == 0, f"seed {self.seed}: {counts.pinned} pages still pinned"
-        assert counts.filling == 0, f"seed {self.seed}: {counts.filling} slots still being filled"
-        assert counts.retiring == 0, f"seed {self.seed}: {counts.retiring} slots never drained"
-        cap = counts.capacity_bytes // 20
-        assert counts.quarantined_bytes <= cap, f"seed {self.seed}: quarantine over its cap"
-
-    # -- clients ------------------------------------------------------------------------------
-
-    def _put(self, space: Space) -> Script:
-        rng, place = self.rng, space.place
-        chain = self._keys(space)
-        size = place.layout.raw_bytes
-        self.version += 1
-        version = self.version
-        metas, run = [], bytearray()
-        for i, key in enumerate(chain):
-            page = make_page(size, namespace=space.name, key=key, version=version)
-            metas.append(self._meta(place, key, page, chain[i - 1] if i else b""))
-            run += page
-        broken = self._maybe_break(run, size)
-        intake = Intake(
-            self.store, self.arena, place, pages_max=64, bytes_max=1 << 20, verify=Verify.ALWAYS
-        )
-        counted = 0
-        try:
-            at = 0
-            while metas or at < len(run):
-                if metas and (at >= self._announced(intake) or rng.random() < 0.5):
-                    n = rng.randint(1, len(metas))
-                    intake.announce(metas[:n])
-                    del metas[:n]
-                n = rng.randint(1, max(1, self._announced(intake) - at, place.layout.raw_bytes))
-                n = min(n, self._announced(intake) - at)
-                if rng.random() < 0.02:
-                    with_gap = at + rng.choice((-1, 1, 4096))
-                    try:
-                        intake.feed(with_gap, memoryview(run)[at : at + n])
-                    except ChunkError:
-                        return
-                    raise WrongByte(f"seed {self.seed}: a chunk at a wrong offset was taken")
-                intake.feed(at, memoryview(run)[at : at + n])
-                at += n
-                counted = self._account(space, chain, intake.codes, counted, version, broken)
-                yield
-            intake.finish()
-        finally:
-            intake.close()
-
-    def _account(
-        self,
-        space: Space,
-        chain: list[bytes],
-        codes: list[PutCode],
-        counted: int,
-        version: int,
-        broken: set[int],
-    ) -> int:
-        for i in range(counted, len(codes)):
-            self._note(codes[i])
-            if i in broken and codes[i] is PutCode.STORED:
-                raise WrongByte(f"seed {self.seed}: a page damaged on the wire was stored")
-            if codes[i] is PutCode.STORED:
-                space.versions[chain[i]] = version
-                self.stored += 1
-        return len(codes)
-
-    def _get(self, space: Space) -> Script:
-        rng, place = self.rng, space.place
-        keys = self._keys(space)
-        array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
-        outlet = Outlet(
-            self.store,
-            self.arena,
-            place,
-            array,
-            accept=frozenset({Codec.RAW}),
-            lossy_ok=False,
-            verify=Verify.ALWAYS,
-            sample_one_in=1,
-        )
-        # The leases of all keys are taken with the first page, that is, now.
-        expected = dict(space.versions)
-        found, _ = self.store.lookup(place.namespace, place.shard, array)
-        try:
-            for key, was_there, page in zip(keys, found == GetCode.HIT, outlet, strict=True):
-                self._note(page.code)
-                if page.code is not GetCode.HIT:
-                    self._judge_miss(space, key, page.code, was_there=was_there)
-                    yield
-                    continue
-                assert page.header is not None
-                assert page.payload is not None
-                copy = bytearray()
-                while len(copy) < page.header.length:
-                    n = rng.randint(1, page.header.length)
-                    copy += page.payload[len(copy) : len(copy) + n]
-                    yield
-                if not place.payload_ok(memoryview(copy), page.header):
-                    assert key in space.damaged, f"seed {self.seed}: a sum failed without damage"
-                    continue
-                self._judge_hit(space, key, copy, expected)
-                yield
-        finally:
-            outlet.close()
-
-    def _change(self, space: Space) -> Script:
-        """Pins, deletes, bumps: everything that is one call."""
-        keys = self._keys(space)
-        array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
-        number = space.place.namespace
-        match self.rng.randint(0, 11):
-            case 0 | 1 | 2 | 3 | 4 | 5 | 6:
-                session = self.rng.randint(1, 3)
-                lease, codes = self.store.pins.pin(
-                    session,
-                    number,
-                    space.place.shard,
-                    array,
-                    deadline=self.now + self.rng.random() * 8,
-                )
-                self._note(*codes.tolist())
-                for _ in range(self.rng.randint(0, 6)):
-                    yield
-                if self.rng.random() < 0.5:
-                    self.store.pins.unpin(session, [lease], now=self.now)
-                else:
-                    self.store.pins.end_session(session)
-            case 7 | 8 | 9 | 10:
-                codes = self.store.delete(number, space.place.shard, array)
-                self._note(*codes.tolist())
-                if DeleteCode.STALE not in codes:
-                    for key in keys:
-                        space.versions.pop(key, None)
-            case _:
-                old = [s for s in self.spaces if s.place.namespace == number]
-                if not old:
-                    return  # bumped by somebody else meanwhile
-                self.store.end_namespace(number)
-                size = space.place.layout.raw_bytes
-                fresh = self._family(space.name.split("/")[0], size, shards=len(old))
-                self.spaces = [s for s in self.spaces if s not in old] + fresh
-        yield
-
-    # -- judging ------------------------------------------------------------------------------
-
-    def _judge_hit(
-        self, space: Space, key: bytes, copy: bytearray, expected: dict[bytes, int]
-    ) -> None:
-        """The copy must be the version that was there when the get began, or one put since."""
-        versions = {expected.get(key), space.versions.get(key)} - {None}
-        if not versions:
-            raise WrongByte(f"seed {self.seed}: a page that nobody put, or that was deleted")
-        if all(
-            check_page(copy, namespace=space.name, key=key, version=version)
-            for version in versions
-            if version is not None
-        ):
-            raise WrongByte(f"seed {self.seed}: {key.hex()[:8]} holds foreign or torn cells")
-        self.hits += 1
-
-    def _judge_miss(self, space: Space, key: bytes, code: GetCode, *, was_there: bool) -> None:
-        assert not (was_there and code is GetCode.MISS), f"seed {self.seed}: missed what was there"
-        if code is GetCode.CORRUPT:
-            assert key in space.damaged, f"seed {self.seed}: CORRUPT without damage"
-            self.corrupt += 1
-            space.versions.pop(key, None)
-
-    # -- damage -------------------------------------------------------------------------------
-
-    def _flip_a_bit_in_memory(self) -> None:
-        rows = self.store.sealed_rows(Tier.HOST).tolist()
-        if not rows:
-            return
-        found = self.store.acquire_row(self.rng.choice(rows))
-        assert found is not None
-        reading, namespace, shard, key = found
-        with reading:
-            at = self.rng.randrange(HEADER_BYTES + reading.length)
-            self.arena.view(reading.ref.slot, at, 1)[0] ^= 1 << self.rng.randrange(8)
-            for space in self.every_space:
-                if (space.place.namespace, space.place.shard) == (namespace, shard):
-                    space.damaged.add(key)
-                    self.damage_done += 1
-
-    def _maybe_break(self, run: bytearray, size: int) -> set[int]:
-        if self.rng.random() > 0.1:
-            return set()
-        at = self.rng.randrange(len(run))
-        run[at] ^= 1 << self.rng.randrange(8)
-        return {at // size}
-
-    # -- small things -------------------------------------------------------------------------
-
-    def _family(self, name: str, size: int, *, shards: int) -> list[Space]:
-        """A family under a new namespace number: one Space for each shard."""
-        self.numbers += 1
-        layout = opaque_layout(name, size)
-        self.store.open_namespace(self.numbers, shards)
-        made = []
-        for shard in range(shards):
-            place = Place(
-                namespace=self.numbers,
-                shard=shard,
-                fingerprint=layout.fingerprint("tenant", b""),
-                generation=self.numbers,
-                layout=layout,
-            )
-            made.append(Space(f"{name}/{shard}", place))
-        self.every_space += made
-        return made
-
-    def _keys(self, space: Space) -> list[bytes]:
-        start = self.rng.randrange(4)
-        chain = self.rng.randrange(2)
-        return [
-            hashlib.sha256(f"{space.place.fingerprint.hex()}/{chain}/{n}".encode()).digest()
-            for n in range(start, start + self.rng.randint(1, 5))
-        ]
-
-    def _meta(self, place: Place, key: bytes, page: bytes, parent: bytes) -> PageMeta:
-        made = payload_sum(
-            page,
-            key=key,
-            fingerprint=place.fingerprint,
-            namespace_generation=place.generation,
-            shard=place.shard,
-            codec=Codec.RAW,
-            length=len(page),
-        )
-        return PageMeta(key=key, length=len(page), codec=Codec.RAW, payload_sum=made, parent=parent)
-
-    def _announced(self, intake: Intake) -> int:
-        return intake._announced_bytes
-
-    def _note(self, *codes: int) -> None:
-        self._digest.update(bytes(codes))
-
-
-def run_seeds(seeds: Iterator[int] | range, steps: int) -> tuple[int, int, int, int]:
-    """Runs each seed; (pages stored, hits checked, bits flipped, pages found corrupt)."""
-    stored = hits = flips = corrupt = 0
+def run_seeds(seeds: Iterable[int], steps: int) -> Counts:
+    """Runs each seed; what all of them together have done."""
+    total = Counts()
     for seed in seeds:
         world = World(seed)
         world.run(steps)
-        stored += world.stored
-        hits += world.hits
-        flips += world.damage_done
-        corrupt += world.corrupt
-    return stored, hits, flips, corrupt
+        total.add(world.counts)
+    return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,11 +79,12 @@ class Rig:
             "sample_one_in": 1,
         } | how
         array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
-        outlet = Outlet(self.store, self.arena, self.place, array, **options)
-        try:
-            return [(page.code, bytes(page.payload or b"")) for page in outlet]
-        finally:
-            outlet.close()
+
+        async def read() -> list[tuple[GetCode, bytes]]:
+            async with Outlet(self.store, self.arena, self.place, array, **options) as outlet:
+                return [(page.code, bytes(page.payload or b"")) async for page in outlet]
+
+        return asyncio.run(read())
 
 
 @pytest.fixture
@@ -90,10 +92,10 @@ def rig() -> Iterator[Rig]:
     with HostArena(SLAB, slab_bytes=SLAB, huge_pages=False, poison=True) as arena:
         store = Store(
             StoreConfig(boot_id=5, pages_max=64, seed=1),
-            tiers={Tier.HOST: SlabAllocator(capacity_bytes=SLAB, slab_bytes=SLAB)},
+            tiers={Tier.HOST: SlabAllocator(slab_bytes=SLAB, numbers=range(1))},
             generations=Generations(0, lambda bound: None),
         )
-        store.grant_slab(Tier.HOST, 0)
+        store.room.grant(Tier.HOST, 0)
         store.open_namespace(3, 1)
         place = Place(
             namespace=3,
@@ -294,18 +296,23 @@ def test_verify_off_still_checks_the_header_and_sampled_checks_some(rig: Rig) ->
 def test_an_outlet_closed_half_way_holds_nothing(rig: Rig) -> None:
     rig.put(*(page(rig.place, n) for n in range(1, 9)))
     array = np.frombuffer(b"".join(bytes([n]) * 32 for n in range(1, 9)), np.uint8)
-    outlet = Outlet(
-        rig.store,
-        rig.arena,
-        rig.place,
-        array.reshape(-1, 32),
-        accept=frozenset({Codec.RAW}),
-        lossy_ok=False,
-        verify=Verify.ALWAYS,
-        sample_one_in=1,
-    )
-    for _, served in zip(range(3), outlet, strict=False):
-        assert served.code is GetCode.HIT
-    assert rig.store.status()[Tier.HOST].pinned > 0
-    outlet.close()
+
+    async def read_three() -> None:
+        outlet = Outlet(
+            rig.store,
+            rig.arena,
+            rig.place,
+            array.reshape(-1, 32),
+            accept=frozenset({Codec.RAW}),
+            lossy_ok=False,
+            verify=Verify.ALWAYS,
+            sample_one_in=1,
+        )
+        pages = aiter(outlet)
+        for _ in range(3):
+            assert (await anext(pages)).code is GetCode.HIT
+        assert rig.store.status()[Tier.HOST].pinned > 0
+        await outlet.close()
+
+    asyncio.run(read_three())
     assert rig.store.status()[Tier.HOST].pinned == 0

@@ -23,6 +23,8 @@ from kvtier_engine.demo.job import PAGE_TOKENS, Job, answer
 from kvtier_engine.demo.store import Fetched, Store
 from kvtier_engine.hf_pages import cache_from_pages, pages_from_cache
 
+__all__ = ["Decoder", "compared"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -78,17 +80,18 @@ def work(job: Job) -> dict[str, Any]:
         reference = decoder.recompute()
         return {
             "pages": store.full_pages(ids),
+            "keys": [key.hex() for key in store.keys(ids)],
             "uncached": {
                 "first_token_seconds": reference.first_token_seconds,
                 "text": lm.text(reference.said.ids),
             },
-            "raw": _compared(decoder.resume(packed=False), reference),
+            "raw": compared(decoder.resume(packed=False), reference),
             "fp8": _fp8(decoder, reference),
             "damaged": _damaged(decoder, reference, job.daemon_pid),
         }
 
 
-def _compared(ours: Answer, reference: Answer) -> dict[str, Any]:
+def compared(ours: Answer, reference: Answer) -> dict[str, Any]:
     """What was fetched, and how the answer stands to the one computed from nothing."""
     fetched = ours.fetched
     assert fetched is not None
@@ -114,7 +117,7 @@ def _fp8(decoder: Decoder, reference: Answer) -> dict[str, Any]:
     divergence = (exact.exp() * (exact - lossy)).sum(dim=-1)
     refused = decoder.store.get(decoder.ids, packed=True, lossy_ok=False)
     return {
-        **_compared(ours, reference),
+        **compared(ours, reference),
         "kl_mean": float(divergence.mean()),
         "kl_max": float(divergence.max()),
         "hits_without_lossy_ok": len(refused.pages),
@@ -130,11 +133,12 @@ def _damaged(decoder: Decoder, reference: Answer, daemon_pid: int) -> dict[str, 
     ours = decoder.resume(packed=False)
     assert ours.fetched is not None
     result = {
-        **_compared(ours, reference),
+        **compared(ours, reference),
         "page": victim,
         "page_reason": ours.fetched.reasons[victim],
     }
-    store.put(ids, pages_from_cache(ours.cache, page_tokens=PAGE_TOKENS), packed=False)
+    pages = pages_from_cache(ours.cache, page_tokens=PAGE_TOKENS)
+    result["durable"] = store.put(ids, pages, packed=False, durable=True)
     result["hits_after_putting_it_again"] = len(store.get(ids, packed=False).pages)
     return result
 

@@ -31,6 +31,7 @@ def work(job: Job) -> dict[str, Any]:
     return {
         "prompt_tokens": len(ids),
         "pages": len(pages),
+        "page_bytes": store.raw_bytes,
         "raw_stored": raw,
         "fp8_stored": fp8,
         "prefill_seconds": computed - started,

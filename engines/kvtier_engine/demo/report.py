@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Claim", "as_json", "as_text", "claims"]
+__all__ = ["Claim", "Results", "as_json", "as_text", "claims"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,8 +17,22 @@ class Claim:
     detail: str
 
 
-def claims(prefill: dict[str, Any], decode: dict[str, Any]) -> list[Claim]:
-    """Every claim, from the results of the two processes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What the processes have answered: before the crash, after it, and with a byte flipped."""
+
+    prefill: dict[str, Any]
+    decode: dict[str, Any]
+    crashed: dict[str, Any]
+    flipped: dict[str, Any]
+
+
+def claims(results: Results) -> list[Claim]:
+    """Every claim, from the results of all processes."""
+    return [*_claims_of_memory(results.prefill, results.decode), *_claims_of_nvme(results)]
+
+
+def _claims_of_memory(prefill: dict[str, Any], decode: dict[str, Any]) -> list[Claim]:
     pages = decode["pages"]
     raw, fp8, damaged = decode["raw"], decode["fp8"], decode["damaged"]
     uncached = decode["uncached"]["first_token_seconds"]
@@ -67,29 +81,60 @@ def claims(prefill: dict[str, Any], decode: dict[str, Any]) -> list[Claim]:
     ]
 
 
-def as_json(
-    prefill: dict[str, Any], decode: dict[str, Any], found: list[Claim], seconds: float
-) -> dict[str, Any]:
+def _claims_of_nvme(results: Results) -> list[Claim]:
+    pages = results.decode["pages"]
+    durable = results.decode["damaged"]["durable"]
+    crashed, flipped = results.crashed, results.flipped
+    return [
+        Claim(
+            text="every page was made durable on NVMe",
+            holds=durable == pages,
+            detail=f"{durable} of {pages}",
+        ),
+        Claim(
+            text="after SIGKILL they come back from NVMe, and the text goes on, bit for bit",
+            holds=crashed["hits"] == pages
+            and crashed["tiers"] == {"NVME": pages}
+            and crashed["tokens_same"] == crashed["tokens"]
+            and crashed["logits_same_bits"],
+            detail=f"{crashed['hits']} of {pages}, tiers {crashed['tiers']}",
+        ),
+        Claim(
+            text="a page with one byte flipped on disk is a miss, and the text is still right",
+            holds=flipped["reasons"] == {"HIT": pages - 1, "CORRUPT": 1}
+            and flipped["hits"] == flipped["page"]
+            and flipped["tokens_same"] == flipped["tokens"]
+            and flipped["logits_same_bits"],
+            detail=f"page {flipped['page']}: {flipped['reasons']}",
+        ),
+    ]
+
+
+def as_json(results: Results, found: list[Claim], seconds: float) -> dict[str, Any]:
     return {
         "ok": all(claim.holds for claim in found),
         "claims": [asdict(claim) for claim in found],
-        "prefill": prefill,
-        "decode": decode,
+        **asdict(results),
         "seconds": seconds,
     }
 
 
-def as_text(
-    prefill: dict[str, Any], decode: dict[str, Any], found: list[Claim], seconds: float
-) -> str:
+def as_text(results: Results, found: list[Claim], seconds: float) -> str:
+    prefill, decode = results.prefill, results.decode
     uncached = decode["uncached"]
     rows: list[tuple[str, ...]] = [
         ("", "pages hit", "MB", "from", "first token", "tokens as uncached")
     ]
     rows.append(("computed", "", "", "", _seconds(uncached["first_token_seconds"]), ""))
     rows += [
-        _row(name, decode[key], decode["pages"])
-        for name, key in (("raw", "raw"), ("fp8", "fp8"), ("raw, byte flipped", "damaged"))
+        _row(name, result, decode["pages"])
+        for name, result in (
+            ("raw", decode["raw"]),
+            ("fp8", decode["fp8"]),
+            ("raw, byte flipped", decode["damaged"]),
+            ("after SIGKILL", results.crashed),
+            ("byte flipped on disk", results.flipped),
+        )
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

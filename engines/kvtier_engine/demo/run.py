@@ -1,4 +1,4 @@
-"""The demo from end to end: model, daemon, prefill process, decode process, report."""
+"""The demo from end to end: model, daemon, prefill and decode processes, two crashes, report."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from kvtier_engine.demo import report
+from kvtier_engine.demo.damage import flip_stored_byte
 from kvtier_engine.demo.job import Job, ask
 from kvtier_engine.demo.service import running_daemon
 from kvtier_engine.smollm2 import ensure_model
@@ -32,12 +33,24 @@ def run(*, model_dir: Path | None, tokens: int, as_json: bool) -> int:
         prefill = ask("prefill", job)
         _note("decode process: answers without the cache, from raw, fp8 and damaged pages")
         decode = ask("decode", job)
-    found = report.claims(prefill, decode)
+        _note("daemon: SIGKILL, and started again; a new process answers from NVMe")
+        daemon.kill()
+        daemon.start()
+        crashed = ask("revive", job)
+        _note("daemon: SIGKILL, one byte of a segment file flipped, started again")
+        daemon.kill()
+        victim = decode["damaged"]["page"]
+        key = bytes.fromhex(decode["keys"][victim])
+        flip_stored_byte(daemon.nvme_directory, key, at=prefill["page_bytes"] // 2)
+        daemon.start()
+        flipped = ask("revive", job) | {"page": victim}
+    results = report.Results(prefill=prefill, decode=decode, crashed=crashed, flipped=flipped)
+    found = report.claims(results)
     seconds = time.monotonic() - started
     if as_json:
-        print(json.dumps(report.as_json(prefill, decode, found, seconds), indent=1))
+        print(json.dumps(report.as_json(results, found, seconds), indent=1))
     else:
-        print(report.as_text(prefill, decode, found, seconds))
+        print(report.as_text(results, found, seconds))
     return 0 if all(claim.holds for claim in found) else 1
 
 

@@ -80,22 +80,34 @@ class Store:
     ) -> None:
         self._connection.close()
 
-    def put(self, ids: list[int], pages: torch.Tensor, *, packed: bool) -> int:
-        """Stores the full pages of the prompt `ids`; how many of them are in the cache then.
+    def put(
+        self, ids: list[int], pages: torch.Tensor, *, packed: bool, durable: bool = False
+    ) -> int:
+        """Stores the full pages of the prompt `ids`; how many of them are in the cache then, or
+        with `durable` on NVMe.
 
         Raises the error of the first page that is refused.
         """
         space = self._space(packed)
-        keys = space.keys(ids)[: self.full_pages(ids)]
-        result = space.put(keys, pages[: len(keys)], codec=self._codec(packed))
+        keys = self.keys(ids)
+        result = space.put(
+            keys,
+            pages[: len(keys)],
+            codec=self._codec(packed),
+            durable="nvme" if durable else "host",
+        )
         result.raise_for_refused()
-        return result.stored
+        return result.durable if durable else result.stored
+
+    def keys(self, ids: list[int]) -> list[bytes]:
+        """Of the full pages of the prompt `ids`."""
+        return list(self._raw.keys(ids)[: self.full_pages(ids)])
 
     def get(self, ids: list[int], *, packed: bool, lossy_ok: bool = True) -> Fetched:
         """The leading pages of the prompt `ids` that are there and whole."""
         started = time.monotonic()
         space = self._space(packed)
-        keys = space.keys(ids)[: self.full_pages(ids)]
+        keys = self.keys(ids)
         pool = torch.empty((len(keys), *self._page_shape), dtype=torch.bfloat16)
         got = space.get(keys, out=pool, lossy_ok=packed and lossy_ok)
         seconds = time.monotonic() - started

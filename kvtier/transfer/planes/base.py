@@ -10,12 +10,14 @@ A plane belongs to one event loop: all methods are called there.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from typing import Protocol
 
+from kvtier.core.page import PageRef, Tier
 from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import (
     Capabilities,
+    FlushResult,
     GetQuery,
     Hints,
     LookupReply,
@@ -26,7 +28,9 @@ from kvtier.transfer.planes.values import (
     PinReply,
     PutOpening,
     PutReply,
+    QuarantinedPage,
     Status,
+    VerifyProgress,
 )
 
 __all__ = ["Plane"]
@@ -74,6 +78,17 @@ class Plane(Protocol):
     async def unpin(self, session_id: int, lease_ids: Sequence[int], deadline: Deadline) -> bytes:
         """LeaseCodes"""
 
+    async def prefetch(
+        self, handle: int, keys: Sequence[bytes], hints: Hints, deadline: Deadline
+    ) -> bytes:
+        """GetCodes; the movement goes on after the answer."""
+
+    async def demote(self, handle: int, keys: Sequence[bytes], deadline: Deadline) -> bytes:
+        """GetCodes; the movement goes on after the answer."""
+
+    async def flush(self, session_id: int, deadline: Deadline) -> FlushResult:
+        """Raises UnknownHandle (the session)."""
+
     async def bump(
         self,
         fingerprint: bytes,
@@ -91,6 +106,22 @@ class Plane(Protocol):
     async def capabilities(self, deadline: Deadline) -> Capabilities: ...
 
     async def status(self, deadline: Deadline) -> Status: ...
+
+    def verify(
+        self, tier: Tier, bytes_per_second: int, *, silence_s: float
+    ) -> AsyncGenerator[VerifyProgress, None]:
+        """The daemon's reports, as they come; closing the generator ends the call. It may take any
+        time in all: DeadlineExceeded when the daemon says nothing for `silence_s`. Raises Busy.
+        """
+
+    async def list_quarantine(self, deadline: Deadline) -> tuple[QuarantinedPage, ...]:
+        """Oldest first."""
+
+    async def read_quarantine(self, ref: PageRef, deadline: Deadline) -> bytes:
+        """The whole record: header block and payload."""
+
+    async def clear_quarantine(self, refs: Sequence[PageRef], deadline: Deadline) -> int:
+        """How many slots were freed. Without refs: all of them."""
 
     async def close(self) -> None:
         """Ends calls under way with ClientClosed. Closing twice is no error."""

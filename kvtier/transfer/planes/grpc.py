@@ -16,23 +16,31 @@ Belongs to the event loop of its first call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
-from kvtier.errors import ClientClosed, DaemonUnavailable, DeadlineExceeded
+from kvtier.core.page import PageRef, Tier
+from kvtier.errors import DaemonUnavailable, DeadlineExceeded
 from kvtier.transfer import rpc
-from kvtier.transfer.grpc_status import from_rpc_error
 from kvtier.transfer.messages import layout_to_proto, shard_to_proto
-from kvtier.transfer.planes.address import grpc_target
 from kvtier.transfer.planes.deadline import Deadline
-from kvtier.transfer.planes.grpc_values import capabilities_from_proto, status_from_proto
+from kvtier.transfer.planes.grpc_channel import GrpcChannel, parsed
+from kvtier.transfer.planes.grpc_values import (
+    capabilities_from_proto,
+    progress_from_proto,
+    quarantine_from_proto,
+    ref_to_proto,
+    status_from_proto,
+)
 from kvtier.transfer.planes.streams import GetRun, PutRun
 from kvtier.transfer.planes.values import (
     Capabilities,
+    FlushResult,
     GetQuery,
     Hints,
     LookupReply,
@@ -43,16 +51,13 @@ from kvtier.transfer.planes.values import (
     PinReply,
     PutOpening,
     PutReply,
+    QuarantinedPage,
     Status,
+    VerifyProgress,
 )
 from kvtier.v1 import admin_pb2, pages_pb2, transfer_pb2
 
 __all__ = ["GrpcPlane"]
-
-#: How long after a call's timeout grpc may take to say so.
-_GRACE_S: Final = 0.02
-
-_CLOSED_REMEDY: Final = "connect again"
 
 
 class _LostStatus(Exception):
@@ -65,13 +70,7 @@ class GrpcPlane:
     name: Final = "grpc"
 
     def __init__(self, url: str) -> None:
-        self._url = url
-        self._target = grpc_target(url)
-        self._channel: grpc.aio.Channel | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._callables: dict[str, Any] = {}
-        self._is_closed = False
-        self._is_runtime_kept = False
+        self._channel = GrpcChannel(url)
 
     async def open_namespace(
         self, request: NamespaceRequest, deadline: Deadline
@@ -107,14 +106,7 @@ class GrpcPlane:
         self, handle: int, keys: Sequence[bytes], hints: Hints, deadline: Deadline
     ) -> LookupReply:
         request = pages_pb2.LookupRequest(
-            handle=handle,
-            keys=b"".join(keys),
-            hints=pages_pb2.CallHints(
-                session=hints.session,
-                ttl_ms=hints.ttl_ms,
-                priority=hints.priority,
-                traceparent=hints.traceparent,
-            ),
+            handle=handle, keys=b"".join(keys), hints=_call_hints(hints)
         )
         answer = await self._pages("Lookup", request, deadline)
         codes = _codes(answer.codes, len(keys))
@@ -132,11 +124,11 @@ class GrpcPlane:
             traceparent=query.hints.traceparent,
         )
         run = GetRun(sink, len(query.keys))
-        async with self._until(deadline) as seconds:
-            call = self._callable(rpc.PAGES, "Get")(request, timeout=seconds)
+        async with self._channel.until(deadline) as seconds:
+            call = self._channel.callable(rpc.PAGES, "Get")(request, timeout=seconds)
             try:
                 async for message in call:
-                    run.feed(_parsed(message))
+                    run.feed(parsed(message))
                     await sink.settle()
             finally:
                 # Nothing may arrive after the caller has its answer. No effect on a call that
@@ -160,7 +152,9 @@ class GrpcPlane:
         if not len(answer.slots) == len(answer.generations) == count:
             raise _short_answer(len(answer.slots), count)
         codes = _codes(answer.codes, count)
-        return PutReply(codes, answer.boot_id, answer.slots, answer.generations)
+        # A daemon from before there was an NVMe tier says nothing of what was reached.
+        reached = _codes(answer.reached or bytes(count), count)
+        return PutReply(codes, answer.boot_id, answer.slots, answer.generations, reached)
 
     async def delete(self, handle: int, keys: Sequence[bytes], deadline: Deadline) -> bytes:
         request = pages_pb2.DeleteRequest(handle=handle, keys=b"".join(keys))
@@ -185,6 +179,25 @@ class GrpcPlane:
         request = pages_pb2.UnpinRequest(session_id=session_id, lease_ids=lease_ids)
         answer = await self._pages("Unpin", request, deadline)
         return _codes(answer.codes, len(lease_ids))
+
+    async def prefetch(
+        self, handle: int, keys: Sequence[bytes], hints: Hints, deadline: Deadline
+    ) -> bytes:
+        request = pages_pb2.PrefetchRequest(
+            handle=handle, keys=b"".join(keys), hints=_call_hints(hints)
+        )
+        answer = await self._pages("Prefetch", request, deadline)
+        return _codes(answer.codes, len(keys))
+
+    async def demote(self, handle: int, keys: Sequence[bytes], deadline: Deadline) -> bytes:
+        request = pages_pb2.DemoteRequest(handle=handle, keys=b"".join(keys))
+        answer = await self._pages("Demote", request, deadline)
+        return _codes(answer.codes, len(keys))
+
+    async def flush(self, session_id: int, deadline: Deadline) -> FlushResult:
+        request = pages_pb2.FlushRequest(session_id=session_id)
+        answer = await self._pages("Flush", request, deadline)
+        return FlushResult(pages=answer.pages, pages_lost=answer.pages_lost)
 
     async def bump(
         self,
@@ -211,35 +224,74 @@ class GrpcPlane:
 
     async def capabilities(self, deadline: Deadline) -> Capabilities:
         request = admin_pb2.GetCapabilitiesRequest()
-        answer = await self._unary(rpc.ADMIN, "GetCapabilities", request, deadline)
+        answer = await self._admin("GetCapabilities", request, deadline)
         return capabilities_from_proto(answer)
 
     async def status(self, deadline: Deadline) -> Status:
         request = admin_pb2.GetStatusRequest()
-        answer = await self._unary(rpc.ADMIN, "GetStatus", request, deadline)
+        answer = await self._admin("GetStatus", request, deadline)
         return status_from_proto(answer)
 
+    async def verify(
+        self, tier: Tier, bytes_per_second: int, *, silence_s: float
+    ) -> AsyncGenerator[VerifyProgress, None]:
+        request = admin_pb2.VerifyRequest(
+            tier=int(tier),  # type: ignore[arg-type]
+            bytes_per_second=bytes_per_second,
+        )
+        call = None
+        try:
+            while True:
+                # No timeout of grpc's own: the whole may take hours. Each report has its time.
+                within = Deadline(time.monotonic() + silence_s)
+                async with self._channel.until(within) as seconds:
+                    if call is None:
+                        call = self._channel.callable(rpc.ADMIN, "Verify")(request)
+                    report = await _next_report(call, seconds)
+                if report is grpc.aio.EOF:
+                    return
+                yield progress_from_proto(parsed(report))
+        finally:
+            if call is not None:
+                call.cancel()
+
+    async def list_quarantine(self, deadline: Deadline) -> tuple[QuarantinedPage, ...]:
+        answer = await self._admin("ListQuarantine", admin_pb2.ListQuarantineRequest(), deadline)
+        return quarantine_from_proto(answer)
+
+    async def read_quarantine(self, ref: PageRef, deadline: Deadline) -> bytes:
+        request = admin_pb2.ReadQuarantineRequest(ref=ref_to_proto(ref))
+        record = bytearray()
+        async with self._channel.until(deadline) as seconds:
+            call = self._channel.callable(rpc.ADMIN, "ReadQuarantine")(request, timeout=seconds)
+            try:
+                async for message in call:
+                    record += parsed(message).data
+            finally:
+                call.cancel()
+        return bytes(record)
+
+    async def clear_quarantine(self, refs: Sequence[PageRef], deadline: Deadline) -> int:
+        request = admin_pb2.ClearQuarantineRequest(refs=[ref_to_proto(ref) for ref in refs])
+        answer = await self._admin("ClearQuarantine", request, deadline)
+        return int(answer.pages)
+
     async def close(self) -> None:
-        self._is_closed = True
-        channel, self._channel = self._channel, None
-        self._callables.clear()
-        if channel is not None:
-            await channel.close()
+        await self._channel.close()
 
     async def _pages(self, name: str, request: Any, deadline: Deadline) -> Any:
-        return await self._unary(rpc.PAGES, name, request, deadline)
+        return await self._channel.unary(rpc.PAGES, name, request, deadline)
 
-    async def _unary(self, service: str, name: str, request: Any, deadline: Deadline) -> Any:
-        async with self._until(deadline) as seconds:
-            return _parsed(await self._callable(service, name)(request, timeout=seconds))
+    async def _admin(self, name: str, request: Any, deadline: Deadline) -> Any:
+        return await self._channel.unary(rpc.ADMIN, name, request, deadline)
 
     async def _put(
         self, opening: PutOpening, pages: AsyncIterable[OutgoingPage] | None, deadline: Deadline
     ) -> tuple[Any, int]:
         """The answer, and how many pages it is about."""
         run, count = PutRun(opening), 0
-        async with self._until(deadline) as seconds:
-            call = self._callable(rpc.PAGES, "Put")(timeout=seconds)
+        async with self._channel.until(deadline) as seconds:
+            call = self._channel.callable(rpc.PAGES, "Put")(timeout=seconds)
             is_cut_short = False
             try:
                 try:
@@ -250,10 +302,11 @@ class GrpcPlane:
                                 await call.write(message)
                     await call.write(run.finish())
                     await call.done_writing()
-                except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-                    # The daemon answered before it had everything; the answer says why.
+                except (asyncio.InvalidStateError, grpc.aio.AioRpcError, grpc.aio.InternalError):
+                    # The daemon answered before it had everything, or went away; the answer says
+                    # why.
                     is_cut_short = True
-                return _parsed(await call), count
+                return parsed(await call), count
             except grpc.aio.AioRpcError as error:
                 # grpc.aio can lose the daemon's status when a write fails at the same moment, and
                 # then makes up one of its own.
@@ -266,74 +319,25 @@ class GrpcPlane:
             finally:
                 call.cancel()
 
-    def _callable(self, service: str, name: str) -> Any:
-        if self._is_closed:
-            raise ClientClosed(f"the connection to {self._url} is closed", remedy=_CLOSED_REMEDY)
-        loop = asyncio.get_running_loop()
-        if self._channel is None:
-            self._loop = loop
-            self._channel = grpc.aio.insecure_channel(
-                self._target, options=list(rpc.CHANNEL_OPTIONS)
-            )
-        elif loop is not self._loop:
-            raise ClientClosed(
-                f"the connection to {self._url} belongs to another event loop",
-                remedy="connect once in each event loop",
-            )
-        method = rpc.METHODS[service][name]
-        made = self._callables.get(method.path)
-        if made is None:
-            made = self._callables[method.path] = rpc.multicallable(self._channel, method)
-        return made
 
-    @asynccontextmanager
-    async def _until(self, deadline: Deadline) -> AsyncIterator[float]:
-        """Around a call: gives its timeout, and turns what grpc raises into errors of ours."""
-        seconds = deadline.remaining()
-        try:
-            # grpc ends a call at its timeout, but for a write into a socket that nobody reads any
-            # more: that one waits for the socket.
-            async with asyncio.timeout(seconds + _GRACE_S):
-                yield seconds
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        except grpc.aio.UsageError as error:
-            raise self._ended(str(error)) from error
-        except TimeoutError as error:
-            if isinstance(error, DeadlineExceeded):
-                raise
-            self._keep_runtime()
-            raise DeadlineExceeded(
-                f"the daemon at {self._url} does not take what is sent",
-                remedy="see whether it is stopped; compute the pages meanwhile",
-            ) from None
-        except asyncio.CancelledError:
-            # Closing the channel cancels its calls; that is not the caller's task being cancelled.
-            task = asyncio.current_task()
-            if self._is_closed and task is not None and not task.cancelling():
-                raise self._ended("closed during the call") from None
-            raise
-
-    def _keep_runtime(self) -> None:
-        """grpc.aio stops its own thread with the last channel, and waits in the event loop until no
-        write is stuck: until the daemon goes on, or keepalive gives it up. Rather keep the thread.
-        """
-        if not self._is_runtime_kept:
-            self._is_runtime_kept = True
-            grpc.aio.init_grpc_aio()
-
-    def _ended(self, why: str) -> ClientClosed:
-        return ClientClosed(f"the connection to {self._url}: {why}", remedy=_CLOSED_REMEDY)
+async def _next_report(call: Any, seconds: float) -> Any:
+    try:
+        async with asyncio.timeout(seconds):
+            return await call.read()
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the daemon has reported nothing for {seconds:.1f} s",
+            remedy="see whether it is stopped or overloaded; raise `deadline`",
+        ) from None
 
 
-def _parsed(message: Any) -> Any:
-    """grpc gives None for an answer that its deserializer refused."""
-    if message is None or message is grpc.aio.EOF:
-        raise DaemonUnavailable(
-            "the answer of the daemon could not be read",
-            remedy="use a client and daemon of the same version",
-        )
-    return message
+def _call_hints(hints: Hints) -> pages_pb2.CallHints:
+    return pages_pb2.CallHints(
+        session=hints.session,
+        ttl_ms=hints.ttl_ms,
+        priority=hints.priority,
+        traceparent=hints.traceparent,
+    )
 
 
 def _codes(numbers: Sequence[int], count: int) -> bytes:

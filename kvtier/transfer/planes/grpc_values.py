@@ -11,17 +11,27 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import TypeVar
 
-from kvtier.core.page import Codec, Tier
+from kvtier.core.page import Codec, PageRef, Tier
 from kvtier.transfer.planes.values import (
     Capabilities,
+    DeviceStatus,
     NamespaceStatus,
+    QuarantinedPage,
     SessionStatus,
     Status,
     TierStatus,
+    VerifyProgress,
 )
 from kvtier.v1 import admin_pb2 as pb
+from kvtier.v1 import page_pb2
 
-__all__ = ["capabilities_from_proto", "status_from_proto"]
+__all__ = [
+    "capabilities_from_proto",
+    "progress_from_proto",
+    "quarantine_from_proto",
+    "ref_to_proto",
+    "status_from_proto",
+]
 
 E = TypeVar("E", bound=IntEnum)
 
@@ -62,6 +72,42 @@ def status_from_proto(answer: pb.GetStatusResponse) -> Status:
         sessions=tuple(_session(session) for session in answer.sessions),
         counters=dict(answer.counters),
         warnings=tuple(answer.warnings),
+        devices=tuple(_device(device) for device in answer.devices),
+    )
+
+
+def progress_from_proto(report: pb.VerifyProgress) -> VerifyProgress:
+    return VerifyProgress(
+        pages_done=report.pages_done,
+        pages_total=report.pages_total,
+        bytes_done=report.bytes_done,
+        pages_corrupt=report.pages_corrupt,
+        pages_unreadable=report.pages_unreadable,
+    )
+
+
+def quarantine_from_proto(answer: pb.ListQuarantineResponse) -> tuple[QuarantinedPage, ...]:
+    return tuple(
+        QuarantinedPage(
+            ref=PageRef(page.ref.boot_id, tier, page.ref.slot, page.ref.generation),
+            fingerprint=page.fingerprint,
+            shard=page.shard,
+            key=page.key,
+            length=page.length,
+            codec=codec,
+        )
+        for page in answer.pages
+        for tier in _known(Tier, [page.ref.tier])
+        for codec in _known(Codec, [page.codec])
+    )
+
+
+def ref_to_proto(ref: PageRef) -> page_pb2.PageRef:
+    return page_pb2.PageRef(
+        boot_id=ref.boot_id,
+        tier=int(ref.tier),  # type: ignore[arg-type]
+        slot=ref.slot,
+        generation=ref.generation,
     )
 
 
@@ -98,6 +144,17 @@ def _session(session: pb.SessionStatus) -> SessionStatus:
         idle_s=session.idle_ms / 1000,
         handles=session.handles,
         leases=session.leases,
+    )
+
+
+def _device(device: pb.DeviceStatus) -> DeviceStatus:
+    return DeviceStatus(
+        path=device.path,
+        is_online=device.online,
+        reason=device.reason,
+        is_direct_io=device.direct_io,
+        capacity_bytes=device.capacity_bytes,
+        disk_bytes=device.disk_bytes,
     )
 
 

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvtier.core.page import NO_SUM, Codec, Durability, Tier
+from kvtier.core.page import NO_SUM, Codec, Durability, PageRef, Tier
 from kvtier.packing.layout import Layout
 
 __all__ = [
     "AnnouncedPage",
     "Capabilities",
+    "DeviceStatus",
+    "FlushResult",
     "GetQuery",
     "Hints",
     "LookupReply",
@@ -30,9 +32,11 @@ __all__ = [
     "PinReply",
     "PutOpening",
     "PutReply",
+    "QuarantinedPage",
     "SessionStatus",
     "Status",
     "TierStatus",
+    "VerifyProgress",
 ]
 
 
@@ -143,10 +147,13 @@ class OutgoingPage(NamedTuple):
 
 
 class PutReply(NamedTuple):
+    """`reached` holds Durability numbers, 0 where the daemon says nothing."""
+
     codes: bytes
     boot_id: int
     slots: Sequence[int]
     generations: Sequence[int]
+    reached: bytes
 
 
 class PinReply(NamedTuple):
@@ -155,6 +162,41 @@ class PinReply(NamedTuple):
     lease_id: int
     codes: bytes
     ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushResult:
+    """What became of the pages put since the flush before: how many survive the daemon now, and of
+    how many nobody can say so (evicted before, refused by the tier, no NVMe tier, session lost).
+    """
+
+    pages: int
+    pages_lost: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyProgress:
+    """How far a reading of a whole tier has come. Corrupt pages are condemned: no get finds them
+    any more.
+    """
+
+    pages_done: int
+    pages_total: int
+    bytes_done: int
+    pages_corrupt: int
+    pages_unreadable: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantinedPage:
+    """A copy that failed its checks and is kept to be looked at. `length` is payload bytes."""
+
+    ref: PageRef
+    fingerprint: bytes
+    shard: int
+    key: bytes
+    length: int
+    codec: Codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +258,20 @@ class SessionStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStatus:
+    """One path of the NVMe tier. `reason` says why it is offline, or not as configured; else
+    empty. `capacity_bytes` is its share of the cap, `disk_bytes` what its files take.
+    """
+
+    path: str
+    is_online: bool
+    reason: str
+    is_direct_io: bool
+    capacity_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """One consistent picture of a daemon. `state` is "starting", "ready" or "draining"."""
 
@@ -231,3 +287,4 @@ class Status:
     sessions: tuple[SessionStatus, ...]
     counters: dict[str, int]
     warnings: tuple[str, ...]
+    devices: tuple[DeviceStatus, ...]

@@ -1,0 +1,141 @@
+"""Which page comes after which, among the copies of one tier.
+
+A copy is linked to its parent's copy in the same tier, whichever of the two was sealed first: a
+page whose parent is not there waits for it, under the parent's key. So the tail of a chain can be
+given up before its head wherever both are. The book of the waiting is bounded; past the bound a
+page stays without a link, as if its parent had never been there.
+
+The caller holds the store's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.index import Index
+from kvtier.core.lifecycle import State
+from kvtier.core.table import NO_ROW, CopyTable
+
+__all__ = ["Links"]
+
+_WAITING_MAX = 65_536
+#: Pages that are looked through for a ring; only pages that meet their parent late ask for it.
+_CHAIN_MAX = 4_096
+
+
+class Links:
+    """`on_ready(row)` hears of a page that has lost the last page after it."""
+
+    def __init__(self, table: CopyTable, index: Index, on_ready: Callable[[int], None]) -> None:
+        self._table = table
+        self._index = index
+        self._on_ready = on_ready
+        # (tier, namespace, shard, parent's key) -> rows with the generation they had
+        self._waiting: dict[tuple[int, int, int, bytes], list[tuple[int, int]]] = {}
+        self._waiting_count = 0
+
+    def join(self, row: int, parent_key: bytes) -> None:
+        """A copy has become findable: links it to its parent, and those that wait to it."""
+        table = self._table
+        tier, namespace, shard = table.tier[row], table.namespace[row], table.shard[row]
+        if parent_key:
+            head = self._index.find(namespace, shard, parent_key)
+            parent = self._index.copy_in(head, tier)
+            if parent == NO_ROW:
+                self._wait(row, (tier, namespace, shard, parent_key))
+            elif not table.children[row] or row not in self._upwards(parent):
+                self._link(row, parent)
+        waiting = self._waiting.pop((tier, namespace, shard, table.key(row)), ())
+        self._waiting_count -= len(waiting)
+        if waiting:
+            before = self._upwards(row)
+            for child, generation in waiting:
+                is_same = (
+                    table.generation[child] == generation and table.state[child] == State.SEALED
+                )
+                if is_same and not table.parent[child] and child not in before:
+                    self._link(child, row)
+
+    def leave(self, row: int) -> None:
+        """A copy is no longer findable: no parent, no children."""
+        table = self._table
+        if parent := table.parent[row]:
+            table.parent[row] = 0
+            self._lose_child(parent - 1)
+        if table.children[row]:
+            table.orphan_children(np.array([row]))
+            table.children[row] = 0
+
+    def cut(self, rows: npt.NDArray[np.int64]) -> None:
+        """As `leave` for all of `rows`, in one vector pass."""
+        table = self._table
+        parent, children = table.column("parent"), table.column("children")
+        parents = parent[rows].astype(np.int64) - 1
+        parents = parents[parents >= 0]
+        parent[rows] = 0
+        np.subtract.at(children, parents, 1)
+        if bool(children[rows].any()):
+            table.orphan_children(rows)
+            children[rows] = 0
+        for row in np.setdiff1d(parents, rows).tolist():
+            if children[row] == 0 and table.state[row] == State.SEALED:
+                self._on_ready(row)
+
+    def inherit(self, old: int, new: int) -> None:
+        """`new` takes the place of `old`, a copy of the same page in the same tier."""
+        table = self._table
+        if table.children[old]:
+            parents = table.live("parent")
+            parents[parents == old + 1] = new + 1
+            table.children[new] += table.children[old]
+            table.children[old] = 0
+
+    def _upwards(self, row: int) -> Container[int]:
+        """The row and all before it: a page may not come after one of these, for a chain is no
+        ring, whatever parents its makers name. Of a very long chain: every row, to be safe."""
+        found: dict[int, None] = {}
+        while row != NO_ROW:
+            if len(found) == _CHAIN_MAX:
+                return range(self._table.rows_max)
+            found[row] = None
+            row = self._table.parent[row] - 1
+        return found
+
+    def _link(self, row: int, parent: int) -> None:
+        self._table.parent[row] = parent + 1
+        self._table.children[parent] += 1
+
+    def _lose_child(self, row: int) -> None:
+        table = self._table
+        table.children[row] -= 1
+        if table.children[row] == 0 and table.state[row] == State.SEALED:
+            self._on_ready(row)
+
+    def _wait(self, row: int, parent: tuple[int, int, int, bytes]) -> None:
+        if self._waiting_count >= _WAITING_MAX:
+            self._forget_the_gone()
+        if self._waiting_count < _WAITING_MAX:
+            self._waiting.setdefault(parent, []).append((row, self._table.generation[row]))
+            self._waiting_count += 1
+
+    def _forget_the_gone(self) -> None:
+        """Drops those that have left the tier while they waited; if few had, all of them."""
+        table = self._table
+        kept: dict[tuple[int, int, int, bytes], list[tuple[int, int]]] = {}
+        count = 0
+        for parent, rows in self._waiting.items():
+            alive = [
+                (row, generation)
+                for row, generation in rows
+                if table.generation[row] == generation and table.state[row] == State.SEALED
+            ]
+            if alive:
+                kept[parent] = alive
+                count += len(alive)
+        # Else this scan would come again with every page that waits.
+        if count > _WAITING_MAX // 2:
+            kept, count = {}, 0
+        self._waiting, self._waiting_count = kept, count

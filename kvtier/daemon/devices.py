@@ -1,0 +1,302 @@
+"""The devices of the NVMe tier as they fare: which are online, how busy, how full.
+
+A device that fails often in a row, or does not answer in time, goes offline alone: its pages are
+misses from that moment on. It is tried again after `nvme.retry_s`, and comes back empty. A device
+without room is not grown for so long; what is on it stays.
+
+`Devices` is what transfer/mover.py calls Lower. Event loop's thread; files are worked on by the
+threads of one pool a device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvtier.config import NvmeConfig
+from kvtier.core.page import Tier
+from kvtier.core.store import Store
+from kvtier.daemon.durability import Durability
+from kvtier.errors import Busy, DirectoryError, TierIOError
+from kvtier.tiers.base import errno_of
+from kvtier.tiers.crash_points import crash_point
+from kvtier.tiers.io_pool import IoClass, IoJob, IoPool
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme_device import NvmeDevice
+from kvtier.tiers.nvme_geometry import Plan, slab_number, split_slab
+
+__all__ = ["DeviceHealth", "Devices", "disk_bytes"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Failures in a row after which a device is given up for a while: one bad block is no bad device.
+_FAILURES_MAX = 8
+_WRITERS = frozenset((IoClass.PUT, IoClass.DEMOTE))
+_NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
+#: What this process, or the system, is short of says nothing of a device.
+_SHORTAGE = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+_CLOSE_WAIT_S = 2.0
+
+
+@dataclass(slots=True)
+class DeviceHealth:
+    """One device at this moment. `reason` says why it is offline or cannot grow."""
+
+    device: NvmeDevice
+    pool: IoPool
+    online: bool = True
+    reason: str = ""
+    failures: int = 0
+    retry_at: float = 0.0
+    grow_at: float = 0.0
+    writes: int = 0  # begun and ended, each counts
+    synced: int = 0  # of them, covered by a sync
+    #: The pool of before the last failure, while a thread of it hangs in the system.
+    stuck: IoPool | None = None
+    segments: set[int] = field(default_factory=set)  # local numbers that are granted
+
+
+class Devices:
+    """See the module docstring, and `Lower` for what the methods of that name promise."""
+
+    def __init__(
+        self, tier: NvmeTier, store: Store, durability: Durability, plan: Plan, config: NvmeConfig
+    ) -> None:
+        self._tier = tier
+        self._store = store
+        self._durability = durability
+        self._plan = plan
+        self._config = config
+        self._growing = asyncio.Lock()
+        self._units = tier.segment_bytes // 4096
+        self.health = {
+            device.number: DeviceHealth(device=device, pool=self._new_pool(device))
+            for device in tier.devices
+        }
+        self.io_errors = 0
+        self.no_room = 0
+
+    # -- what the mover needs --------------------------------------------------------------------
+
+    @property
+    def tier(self) -> NvmeTier:
+        return self._tier
+
+    @property
+    def segment_bytes(self) -> int:
+        return self._tier.segment_bytes
+
+    @property
+    def timeout_s(self) -> float:
+        return self._config.io_timeout_ms / 1000
+
+    def submit(self, io_class: IoClass, slot: int, work: Callable[[], T]) -> IoJob[T]:
+        health = self._health_of(slot)
+        if not health.online:
+            raise Busy(
+                f"{health.device.path} is offline: {health.reason}",
+                remedy="Check the device; it is tried again by itself.",
+            )
+        job = health.pool.submit(io_class, work)
+        if io_class in _WRITERS:
+            health.writes += 1
+            job.add_done(lambda: self._wrote(health))
+        return job
+
+    def report(self, slot: int, error: TierIOError | TimeoutError | None) -> None:
+        health = self._health_of(slot)
+        if error is None:
+            health.failures = 0
+            return
+        self.io_errors += 1
+        if isinstance(error, TimeoutError):
+            self._take_offline(health, f"no answer within {self.timeout_s:g} s")
+            return
+        log.error("nvme.io_error", extra={"path": str(health.device.path), "error": str(error)})
+        if errno_of(error) in _SHORTAGE:
+            return
+        health.failures += 1
+        if errno_of(error) == errno.ENOENT or health.failures >= _FAILURES_MAX:
+            self._take_offline(health, str(error))
+
+    async def grow(self, record_bytes: int) -> None:
+        async with self._growing:
+            while not self._store.room.has_free(Tier.NVME, record_bytes):
+                health = self._next_to_grow()
+                if health is None:
+                    return
+                await self._add_segment(health)
+
+    async def prepare(self, slot: int, record_bytes: int) -> None:
+        await self._durability.mark(slot // self._units, record_bytes)
+
+    async def forget(self, generation: int) -> None:
+        try:
+            await self._durability.forget([generation])
+        except DirectoryError as error:
+            # The copy is out of sight for this boot; the next checkpoint makes that last.
+            log.error("nvme.journal_failed", extra={"error": str(error)})
+
+    # -- growing ---------------------------------------------------------------------------------
+
+    def adopt(self, slabs: list[int]) -> None:
+        """Segments that a restart found: they may be used."""
+        for slab in slabs:
+            number, local = split_slab(slab)
+            self.health[number].segments.add(local)
+            self._store.room.grant(Tier.NVME, slab)
+
+    def _next_to_grow(self) -> DeviceHealth | None:
+        """The device with the fewest segments of those that may have one more."""
+        now = time.monotonic()
+        able = [
+            health
+            for health in self.health.values()
+            if health.online
+            and now >= health.grow_at
+            and len(health.segments) < self._plan.segments_per_device
+        ]
+        return min(able, key=lambda health: len(health.segments), default=None)
+
+    async def _add_segment(self, health: DeviceHealth) -> None:
+        local = next(n for n in range(self._plan.segments_per_device) if n not in health.segments)
+        slab = slab_number(health.device.number, local)
+        if not self._store.room.can_grant(Tier.NVME, slab):
+            health.grow_at = time.monotonic() + self._config.retry_s
+            return  # something in it is still being read from before
+        try:
+            job = health.pool.submit(IoClass.PUT, lambda: self._create(slab))
+            await job.wait(max(self.timeout_s, 10.0))
+        except Busy:
+            health.grow_at = time.monotonic() + 0.1
+        except TimeoutError:
+            self._take_offline(health, "a new segment was not made in time")
+        except TierIOError as error:
+            health.grow_at = time.monotonic() + self._config.retry_s
+            if errno_of(error) in _NO_ROOM:
+                self.no_room += 1
+                health.reason = str(error)
+                log.warning("nvme.no_room", extra={"path": str(health.device.path)})
+            elif errno_of(error) in _SHORTAGE:
+                health.reason = str(error)
+            else:
+                self._take_offline(health, str(error))
+        else:
+            health.reason = ""
+            health.segments.add(local)
+            self._store.room.grant(Tier.NVME, slab)
+
+    def _create(self, slab: int) -> None:
+        """A thread of the pool. A segment that is there already, from before, is used again."""
+        if slab not in self._tier.slabs():
+            self._tier.create_segment(slab)
+        crash_point("segment.created")
+
+    # -- going and coming back -------------------------------------------------------------------
+
+    def _take_offline(self, health: DeviceHealth, reason: str) -> None:
+        health.retry_at = time.monotonic() + self._config.retry_s
+        if not health.online:
+            return
+        health.online, health.reason, health.failures = False, reason, 0
+        # Those who wait in its queue hear of it now; a thread that hangs is kept until it comes
+        # back, and keeps the device offline so long.
+        if not health.pool.close(0):
+            health.stuck = health.pool
+        health.pool = self._new_pool(health.device)
+        lost = sum(
+            self._store.room.withdraw(Tier.NVME, slab_number(health.device.number, local))
+            for local in health.segments
+        )
+        health.segments.clear()
+        log.error(
+            "nvme.device_offline",
+            extra={"path": str(health.device.path), "reason": reason, "pages": lost},
+        )
+
+    async def retry(self) -> None:
+        """Tries devices that are offline again, those whose time has come; and takes those offline
+        where an access hangs that nobody waits for any more, for others wait behind it."""
+        now = time.monotonic()
+        for health in self.health.values():
+            if health.online and health.pool.longest_s(now) > self.timeout_s:
+                self._take_offline(health, f"no answer within {self.timeout_s:g} s")
+            elif not health.online and now >= health.retry_at:
+                await self._try_again(health)
+
+    async def _try_again(self, health: DeviceHealth) -> None:
+        health.retry_at = time.monotonic() + self._config.retry_s
+        if health.stuck is not None:
+            if not health.stuck.close(0):
+                return
+            health.stuck = None
+        try:
+            job = health.pool.submit(IoClass.PUT, lambda: _check(health.device))
+            await job.wait(self.timeout_s)
+        except TierIOError as error:
+            health.reason = str(error)
+            return
+        except TimeoutError:
+            health.reason = "no answer to a probe"
+            health.pool.close(0)
+            health.stuck, health.pool = health.pool, self._new_pool(health.device)
+            return
+        # Those that failed late, while it was offline, say nothing of it now.
+        health.online, health.reason, health.failures = True, "", 0
+        log.info("nvme.device_online", extra={"path": str(health.device.path)})
+
+    async def sync(self) -> None:
+        """Makes what is written survive a power cut."""
+        for health in self.health.values():
+            writes = health.writes
+            if health.online and writes != health.synced:
+                try:
+                    job = health.pool.submit(IoClass.DEMOTE, health.device.sync)
+                    await job.wait(self.timeout_s)
+                    health.synced = writes
+                except Busy:
+                    pass  # next time
+                except TimeoutError:
+                    self._take_offline(health, "a sync was not done in time")
+                except TierIOError as error:
+                    if errno_of(error) not in _SHORTAGE:
+                        self._take_offline(health, str(error))
+
+    @staticmethod
+    def _wrote(health: DeviceHealth) -> None:
+        health.writes += 1
+
+    def close(self) -> bool:
+        """Ends the threads; False when one of them hangs in the system."""
+        ended = [health.pool.close(_CLOSE_WAIT_S) for health in self.health.values()]
+        return all(ended)
+
+    def _health_of(self, slot: int) -> DeviceHealth:
+        return self.health[split_slab(slot // self._units)[0]]
+
+    def _new_pool(self, device: NvmeDevice) -> IoPool:
+        return IoPool(
+            threads=self._config.io_threads,
+            name=f"kvtier-nvme{device.number}",
+            queue_max=self._config.queue_pages_max,
+        )
+
+
+def _check(device: NvmeDevice) -> None:
+    device.probe()
+    device.look_again()
+
+
+def disk_bytes(health: DeviceHealth) -> int:
+    """What the device's files take on its disk; 0 when it cannot be asked."""
+    try:
+        return health.device.disk_bytes()
+    except TierIOError:
+        return 0

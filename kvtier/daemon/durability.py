@@ -1,0 +1,279 @@
+"""What survives the process: the journal, the checkpoints, and the marks that tie them together.
+
+    mark        a segment is journalled before its first record after a checkpoint, so that a
+                restart knows where to look for what the checkpoint does not list
+    forget      a record that must not come back is journalled before anybody is told that it is
+                gone
+    checkpoint  a new journal is begun in the same moment that the store is copied; then the copy
+                is written; only then the journals before it go
+
+Event loop's thread; what takes time is done on others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.page import Tier
+from kvtier.core.snapshots import TierImage
+from kvtier.core.store import Store
+from kvtier.errors import DirectoryError
+from kvtier.tiers.crash_points import crash_point
+from kvtier.tiers.nvme_checkpoint import oldest_number, write_checkpoint
+from kvtier.tiers.nvme_journal import Delete, Drop, Entry, Journal, Mark
+from kvtier.tiers.nvme_recovery import remove_old
+from kvtier.tiers.nvme_snapshot import Pages, Snapshot
+
+__all__ = ["DirectoryFiles", "Durability", "JournalFile", "StateFiles"]
+
+log = logging.getLogger(__name__)
+
+#: (fingerprint, generation) of a namespace number, or None once it was bumped or deleted.
+NameOf = Callable[[int], "tuple[bytes, int] | None"]
+
+
+class StateFiles(Protocol):
+    """Where journal and checkpoints lie. All raise DirectoryError."""
+
+    async def create_journal(self, number: int) -> JournalFile: ...
+
+    async def write_checkpoint(self, snapshot: Snapshot, number: int) -> int:
+        """Makes it the newest; its bytes."""
+
+    async def remove_old(self) -> None:
+        """Journals that no start can need any more."""
+
+
+class JournalFile(Protocol):
+    """See nvme_journal.Journal."""
+
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def failed(self) -> bool: ...
+    async def append(self, entries: Sequence[Entry], *, sync: bool) -> None: ...
+    async def close(self) -> None: ...
+
+
+class DirectoryFiles:
+    """StateFiles in the daemon directory."""
+
+    def __init__(self, directory: Path, directory_id: bytes) -> None:
+        self._directory = directory
+        self._directory_id = directory_id
+
+    async def create_journal(self, number: int) -> JournalFile:
+        return await Journal.create(self._directory, number=number, directory_id=self._directory_id)
+
+    async def write_checkpoint(self, snapshot: Snapshot, number: int) -> int:
+        return await write_checkpoint(
+            self._directory, snapshot, number=number, directory_id=self._directory_id
+        )
+
+    async def remove_old(self) -> None:
+        # The checkpoint before it is what a damaged one falls back to, and needs its journals.
+        def remove() -> None:
+            remove_old(self._directory, oldest_number(self._directory))
+
+        await asyncio.to_thread(remove)
+
+
+class Durability:
+    """`name_of` translates the store's namespace numbers, which no restart knows."""
+
+    def __init__(
+        self,
+        files: StateFiles,
+        store: Store,
+        *,
+        name_of: NameOf,
+        segment_bytes: int,
+        journal_bytes_max: int,
+    ) -> None:
+        self._files = files
+        self._segment_bytes = segment_bytes
+        self._journal_bytes_max = journal_bytes_max
+        self._store = store
+        self._name_of = name_of
+        self._journal: JournalFile | None = None
+        self._number = 0
+        self._marks: dict[int, int] = {}  # slab -> record bytes, in the present journal
+        self._marking: dict[int, asyncio.Task[None]] = {}
+        self._checkpointing = asyncio.Lock()
+        self._checkpoint_at = time.monotonic()
+        self._checkpoint_took_s = 0.0
+        self.checkpoints = 0
+        self.checkpoint_bytes = 0
+
+    @property
+    def journal_bytes(self) -> int:
+        return self._journal.size_bytes if self._journal is not None else 0
+
+    @property
+    def has_changes(self) -> bool:
+        """A checkpoint would save the next start some work."""
+        return bool(self._marks) or self.journal_bytes > 4096
+
+    @property
+    def marked_slabs(self) -> dict[int, int]:
+        """Slabs that a restart would have to scan, with their record size."""
+        return dict(self._marks)
+
+    async def begin(self, number: int, *, has_base: bool) -> None:
+        """Journals from now on, as number `number`. Raises DirectoryError.
+
+        `has_base`: there is a checkpoint that the journals before this one go on from.
+        """
+        if not has_base:
+            self._number = number - 1
+            await self.checkpoint()
+            return
+        self._number = number
+        self._journal = await self._files.create_journal(number)
+
+    async def mark(self, slab: int, record_bytes: int) -> None:
+        """Returns when a restart would look into the slab. Raises DirectoryError."""
+        while self._marks.get(slab) != record_bytes:
+            under_way = self._marking.get(slab)
+            if under_way is None:
+                under_way = asyncio.create_task(self._mark(slab, record_bytes))
+                self._marking[slab] = under_way
+                under_way.add_done_callback(lambda task: self._mark_ended(slab, task))
+            await asyncio.shield(under_way)
+
+    async def forget(self, generations: Sequence[int]) -> None:
+        """These copies do not come back. Raises DirectoryError."""
+        await self._append([Drop(tuple(generations))])
+
+    async def deleted(self, namespace: int, shard: int, keys: npt.NDArray[np.uint8]) -> None:
+        """No copy of `keys` that was begun before now comes back. Raises DirectoryError."""
+        await self.journal([self.doom(namespace, shard, keys)])
+
+    def doom(self, namespace: int, shard: int, keys: npt.NDArray[np.uint8]) -> Delete | None:
+        """What has to be journalled of a delete that the store has made in this moment: it covers
+        every copy that was begun before, and none that is begun from now on."""
+        name = self._name_of(namespace)
+        if name is None:
+            return None  # nothing of an ended namespace comes back
+        fingerprint, generation = name
+        bound = self._store.snapshots.last_generation
+        return Delete(fingerprint, generation, shard, keys.tobytes(), bound)
+
+    async def journal(self, deletes: Sequence[Delete | None]) -> None:
+        """Returns when what `doom` gave does not come back. Raises DirectoryError."""
+        entries = [delete for delete in deletes if delete is not None]
+        if entries:
+            await self._append(entries)
+
+    async def checkpoint(self) -> None:
+        """Makes the present copies on NVMe the base that a restart begins with.
+
+        Raises DirectoryError; then the journals before it stay, and a restart needs them.
+        """
+        async with self._checkpointing:
+            started = time.monotonic()
+            number = self._number + 1
+            following = await self._files.create_journal(number)
+            # No await from here to the end of `take`: what changes before it is in the image, what
+            # changes after it in the new journal.
+            before, self._journal, self._number = self._journal, following, number
+            self._marks = {}
+            taken = self._store.snapshots.take(Tier.NVME)
+            if before is not None:
+                await before.close()
+            await self._mark_in_flight(taken)
+            crash_point("checkpoint.begun")
+            snapshot = await asyncio.to_thread(self._snapshot, taken)
+            self.checkpoint_bytes = await self._files.write_checkpoint(snapshot, number)
+            crash_point("checkpoint.renamed")
+            await self._files.remove_old()
+            self.checkpoints += 1
+            self._checkpoint_at = time.monotonic()
+            self._checkpoint_took_s = self._checkpoint_at - started
+        log.info(
+            "nvme.checkpoint",
+            extra={"number": number, "pages": len(snapshot.pages), "bytes": self.checkpoint_bytes},
+        )
+
+    async def checkpoint_if_due(self, *, every_s: float, slots_max: int) -> None:
+        """A checkpoint, if the last one is old enough, or what a restart would have to read since
+        it has become much: the journal, or the slots of marked segments. Raises DirectoryError."""
+        is_broken = self._journal is not None and self._journal.failed
+        if not self.has_changes and not is_broken:
+            return
+        age_s = time.monotonic() - self._checkpoint_at
+        slots = sum(self._segment_bytes // size for size in self._marks.values())
+        is_much = self.journal_bytes > self._journal_bytes_max or slots > slots_max
+        # However much is written, a checkpoint is at most every second one's work.
+        if age_s >= every_s or ((is_much or is_broken) and age_s >= 2 * self._checkpoint_took_s):
+            self._checkpoint_at = time.monotonic()  # also of one that fails
+            await self.checkpoint()
+
+    async def close(self) -> None:
+        """Returns when everything is on disk that was asked to be."""
+        async with self._checkpointing:
+            if self._journal is not None:
+                await self._journal.close()
+                self._journal = None
+
+    async def _append(self, entries: Sequence[Entry]) -> None:
+        if self._journal is None:
+            raise DirectoryError(
+                "the journal of the NVMe tier is not open",
+                remedy="The daemon is ending: do it again when it is back.",
+            )
+        await self._journal.append(entries, sync=True)
+
+    async def _mark(self, slab: int, record_bytes: int) -> None:
+        number = self._number
+        await self._append([Mark(slab, record_bytes)])
+        if number == self._number:  # else it is in a journal that a restart need not read
+            self._marks[slab] = record_bytes
+
+    def _mark_ended(self, slab: int, task: asyncio.Task[None]) -> None:
+        del self._marking[slab]
+        if not task.cancelled():
+            task.exception()  # those who would have heard of it may be gone
+
+    async def _mark_in_flight(self, taken: TierImage) -> None:
+        """Copies that were being made when the image was taken lie in segments marked before."""
+        slabs = {taken.slab_of(slot) for _, slot in taken.in_flight}
+        marks = {slab: taken.bindings[slab] for slab in slabs if slab in taken.bindings}
+        if marks:
+            await self._append([Mark(slab, size) for slab, size in marks.items()])
+            self._marks = marks | self._marks
+
+    def _snapshot(self, taken: TierImage) -> Snapshot:
+        """Core's image with names in place of numbers. Any thread."""
+        copies = taken.copies()
+        numbers, family = np.unique(copies.namespace, return_inverse=True)
+        names = [self._name_of(number) for number in numbers.tolist()]
+        # Copies of namespaces that have ended are only waiting to be swept.
+        is_named = np.array([name is not None for name in names], bool)
+        place = np.cumsum(is_named) - 1
+        pages = Pages(
+            family=place[family].astype(np.uint32),
+            shard=copies.shard,
+            key=copies.key,
+            generation=copies.generation,
+            slot=copies.slot,
+            length=copies.length,
+            codec=copies.codec,
+            lossy=copies.lossy,
+            parent=copies.parent,
+        ).take(np.flatnonzero(is_named[family]))
+        return Snapshot(
+            last_generation=taken.last_generation,
+            classes=taken.bindings,
+            families=tuple(name for name in names if name is not None),
+            pages=pages,
+            in_flight=tuple(generation for generation, _ in taken.in_flight),
+        )

@@ -1,0 +1,247 @@
+"""The NVMe tier of a daemon: opened, recovered, kept going, ended.
+
+`nvme_open.prepare` has opened the devices. `start` brings back what earlier boots left, when the
+store and the registry are there; from then on the parts run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+
+from kvtier.config import CodecName
+from kvtier.core.budget import WriteBudget
+from kvtier.core.page import Codec, Tier
+from kvtier.core.snapshots import Copies
+from kvtier.core.store import Store
+from kvtier.daemon.devices import Devices, disk_bytes
+from kvtier.daemon.durability import DirectoryFiles, Durability
+from kvtier.daemon.metrics import Samples
+from kvtier.daemon.nvme_open import DIRECT_MODES, NvmeParts
+from kvtier.daemon.registry import Registry
+from kvtier.daemon.scrub import NvmeSegments
+from kvtier.daemon.tiering import Keys, Tiering
+from kvtier.errors import DirectoryError, TierIOError
+from kvtier.tiers.crash_points import crash_point
+from kvtier.tiers.host import HostArena
+from kvtier.tiers.nvme_geometry import (
+    journal_bytes_max,
+    slab_number,
+)
+from kvtier.tiers.nvme_recovery import Recovered, RecoveryReport, recover, remove_old
+from kvtier.transfer.mover import Mover
+
+__all__ = ["NvmeService"]
+
+log = logging.getLogger(__name__)
+
+_CODECS = {CodecName.RAW: Codec.RAW, CodecName.FP8: Codec.FP8}
+#: Headers that a start can read in about a second: more marked slots ask for a checkpoint.
+_SCAN_SLOTS_MAX = 50_000
+_CLEAN_S = 0.05
+_CLEAN_PAUSE_MAX_S = 2.0
+
+
+class NvmeService:
+    """The running tier. Event loop's thread."""
+
+    def __init__(
+        self, parts: NvmeParts, store: Store, arena: HostArena, registry: Registry
+    ) -> None:
+        config = parts.config
+        self.parts = parts
+        self._store = store
+        self._registry = registry
+        self.durability = Durability(
+            DirectoryFiles(parts.directory, parts.geometry.directory_id),
+            store,
+            name_of=registry.name_of,
+            segment_bytes=parts.geometry.segment_bytes,
+            journal_bytes_max=journal_bytes_max(config.bytes),
+        )
+        self.devices = Devices(parts.tier, store, self.durability, parts.plan, config)
+        self.mover = Mover(store, arena, self.devices, codec=_CODECS[config.codec])
+        self.tiering = Tiering(
+            store,
+            self.mover,
+            config,
+            subject_of=registry.subject_of,
+            budget=WriteBudget(config.write_bytes_per_day, time.monotonic()),
+            streams=config.io_threads * len(parts.tier.devices),
+        )
+        self.report: RecoveryReport | None = None
+        self._clean_pause_s = 0.0
+
+    async def start(self) -> None:
+        """Brings the pages of earlier boots back. Raises KvtierError."""
+        started = time.monotonic()
+        recovered = await asyncio.to_thread(self._recover)
+        self.report = recovered.report
+        pages = self._load(recovered)
+        await self.durability.begin(
+            recovered.next_number, has_base=recovered.base_number is not None
+        )
+        for device in self.parts.tier.devices:
+            await asyncio.to_thread(device.probe)
+        log.info(
+            "nvme.recovered",
+            extra={
+                "pages": pages,
+                "segments": len(self.parts.tier.slabs()),
+                "scanned": recovered.report.segments_scanned,
+                "seconds": round(time.monotonic() - started, 3),
+            },
+        )
+
+    def loops(self) -> list[tuple[str, Callable[[], Awaitable[object]], float]]:
+        """What the tier does by itself from READY on: (name, work, seconds between two times)."""
+        config = self.parts.config
+        return [
+            ("nvme clean", self._clean, _CLEAN_S),
+            ("nvme sync", self.devices.sync, config.sync_s),
+            ("nvme retry", self.devices.retry, min(config.retry_s, 1.0)),
+            ("nvme checkpoint", self._checkpoint_if_due, min(config.checkpoint_s, 1.0)),
+        ]
+
+    def segments_to_scrub(self) -> NvmeSegments:
+        """The segment files, for a scrub that reads them itself."""
+        return NvmeSegments(tier=self.parts.tier, direct=DIRECT_MODES[self.parts.config.direct_io])
+
+    async def deleted(self, namespace: int, shard: int, keys: Keys) -> None:
+        """No copy of these pages comes back with a restart. Raises DirectoryError."""
+        await self.durability.deleted(namespace, shard, keys)
+        crash_point("delete.journalled")
+
+    async def stop(self, until: float) -> int:
+        """Copies down what there is time for, and checkpoints; pages that are lost with the
+        process. `until` is in monotonic seconds."""
+        lost = await self.tiering.flush_all(until)
+        await self.tiering.settle(until)
+        await self.tiering.close()
+        await self.devices.sync()
+        try:
+            await self.durability.checkpoint()
+        except DirectoryError as error:
+            log.error("nvme.checkpoint_failed", extra={"error": str(error)})
+        return lost
+
+    async def close(self) -> None:
+        """Ends everything, whatever state it is in."""
+        await self.tiering.close()
+        await self.durability.close()
+        self.devices.close()
+        self.parts.tier.close()
+
+    # -- what is said about it -------------------------------------------------------------------
+
+    def warnings(self) -> Iterator[str]:
+        for path, reason in self.parts.unusable.items():
+            yield f"nvme: {path} is not used: {reason}"
+        for health in self.devices.health.values():
+            path = health.device.path
+            if not health.online:
+                yield f"nvme: {path} is offline: {health.reason}"
+            elif health.reason:
+                yield f"nvme: {path} cannot grow: {health.reason}"
+            if health.device.io_reason:
+                yield f"nvme: {path} goes through the page cache: {health.device.io_reason}"
+            for what in health.device.rejected:
+                yield f"nvme: {what}"
+        if self.report is not None:
+            yield from (f"nvme: {what}" for what in self.report.warnings())
+
+    def readings(self) -> dict[str, Samples]:
+        """Values of the metrics of this tier. Any thread."""
+        mover, devices, durability = self.mover, self.devices, self.durability
+        health = list(devices.health.values())
+        return {
+            "kvtier_moves_total": {
+                (way, code.value): count
+                for way, counts in (("down", mover.demotions), ("up", mover.promotions))
+                for code, count in list(counts.items())
+            },
+            "kvtier_moves_dropped_total": {
+                (reason,): count for reason, count in list(self.tiering.dropped.items())
+            },
+            "kvtier_moves_under_way": {(): self.tiering.under_way},
+            "kvtier_nvme_bytes_total": {
+                ("written",): mover.bytes_written,
+                ("read",): mover.bytes_read,
+            },
+            "kvtier_nvme_disk_bytes": {(str(h.device.path),): disk_bytes(h) for h in health},
+            "kvtier_nvme_device_online": {(str(h.device.path),): h.online for h in health},
+            "kvtier_nvme_io_errors_total": {(): devices.io_errors},
+            "kvtier_nvme_no_room_total": {(): devices.no_room},
+            "kvtier_nvme_checkpoints_total": {(): durability.checkpoints},
+            "kvtier_nvme_journal_bytes": {(): durability.journal_bytes},
+            "kvtier_nvme_recovered": {
+                (name,): count
+                for name, count in (self.report.counts() if self.report else {}).items()
+            },
+        }
+
+    # -- recovery --------------------------------------------------------------------------------
+
+    def _recover(self) -> Recovered:
+        """A thread of its own: what the files say."""
+        tier, limit = self.parts.tier, self.parts.plan.segments_per_device
+        remove_old(self.parts.directory, keep_from=0)  # no journal: what was being written then
+        for device in tier.devices:
+            # Where nvme.bytes is less than it was; what cannot be used takes up room as well.
+            for local in sorted(n for n in device.segments if n >= limit):
+                tier.remove_segment(slab_number(device.number, local))
+            for local in sorted(n for n in device.rejected_segments if n >= limit):
+                with suppress(TierIOError):  # it stays, and is named in the warnings
+                    tier.remove_segment(slab_number(device.number, local))
+        families = self._registry.families()
+        return recover(
+            self.parts.directory,
+            directory_id=self.parts.geometry.directory_id,
+            tier=tier,
+            slabs=tier.slabs(),
+            segment_bytes=tier.segment_bytes,
+            generations={f.identity.fingerprint: f.generation for f in families},
+            threads=self.parts.config.io_threads,
+        )
+
+    def _load(self, recovered: Recovered) -> int:
+        self.devices.adopt(self.parts.tier.slabs())
+        numbers = {
+            (family.identity.fingerprint, family.generation): family.number
+            for family in self._registry.families()
+        }
+        of_family = np.array([numbers[name] for name in recovered.families], np.uint32)
+        pages = recovered.pages
+        copies = Copies(
+            namespace=of_family[pages.family],
+            shard=pages.shard,
+            key=pages.key,
+            generation=pages.generation,
+            slot=pages.slot,
+            length=pages.length,
+            codec=pages.codec,
+            lossy=pages.lossy,
+            parent=pages.parent,
+        )
+        return self._store.snapshots.load(Tier.NVME, recovered.classes, copies)
+
+    # -- loops -----------------------------------------------------------------------------------
+
+    async def _clean(self) -> None:
+        tried, done = await self.tiering.clean()
+        while done:
+            self._clean_pause_s = 0.0
+            tried, done = await self.tiering.clean()
+        if tried:  # nothing goes down now: ask less and less often
+            self._clean_pause_s = min(2 * self._clean_pause_s + _CLEAN_S, _CLEAN_PAUSE_MAX_S)
+            await asyncio.sleep(self._clean_pause_s)
+
+    async def _checkpoint_if_due(self) -> None:
+        await self.durability.checkpoint_if_due(
+            every_s=self.parts.config.checkpoint_s, slots_max=_SCAN_SLOTS_MAX
+        )

@@ -1,0 +1,184 @@
+"""Opens the devices of the NVMe tier, before there is a store: which path is which device, and how
+many segments each may have.
+
+A device is known by the file in its directory, so its path may change. One that cannot be used is
+left out and named; a path that belongs to another daemon stops the start. Blocks as long as the
+devices do.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.config import PAGE_BYTES_PER_INDEX_ENTRY, CodecName, DirectIo, NvmeConfig
+from kvtier.core.slabs import SlabAllocator
+from kvtier.errors import DirectoryError, KvtierError, TierIOError
+from kvtier.packing._torch import load_torch
+from kvtier.tiers.direct_file import DirectMode
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme_device import NvmeDevice, open_device
+from kvtier.tiers.nvme_directory import read_identity
+from kvtier.tiers.nvme_geometry import (
+    DEVICES_MAX,
+    DIRECTORY_ID_BYTES,
+    Geometry,
+    Plan,
+    first_segment_bytes,
+    load_geometry,
+    plan,
+    save_geometry,
+    slab_number,
+)
+
+__all__ = ["DIRECT_MODES", "NvmeParts", "prepare"]
+
+log = logging.getLogger(__name__)
+
+DIRECT_MODES = {
+    DirectIo.AUTO: DirectMode.AUTO,
+    DirectIo.OFF: DirectMode.OFF,
+    DirectIo.REQUIRED: DirectMode.REQUIRED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeParts:
+    """What has to be known before there is a store."""
+
+    config: NvmeConfig
+    directory: Path
+    geometry: Geometry
+    plan: Plan
+    tier: NvmeTier
+    #: Why a path of the configuration is not used.
+    unusable: dict[Path, str]
+
+    @property
+    def pages_max(self) -> int:
+        """Pages that fit, at the least that a page can take, within nvme.pages_max."""
+        room = self.plan.segments_per_device * len(self.tier.devices) * self.tier.segment_bytes
+        return min(room // PAGE_BYTES_PER_INDEX_ENTRY, self.config.pages_max)
+
+    def allocator(self) -> SlabAllocator:
+        """For all segments that the tier may ever have."""
+        numbers = [
+            slab_number(device.number, local)
+            for device in self.tier.devices
+            for local in range(self.plan.segments_per_device)
+        ]
+        return SlabAllocator(slab_bytes=self.geometry.segment_bytes, numbers=numbers)
+
+
+def prepare(config: NvmeConfig, directory: Path, *, discard_cache: bool = False) -> NvmeParts:
+    """Opens every device. Raises KvtierError when the tier cannot be had as configured.
+
+    With `discard_cache` every page that is there is given up first.
+    """
+    if config.codec is CodecName.FP8:
+        load_torch()  # takes seconds, which no page should wait for
+    known = load_geometry(directory)
+    if known is None:
+        known = Geometry(
+            directory_id=secrets.token_bytes(DIRECTORY_ID_BYTES),
+            segment_bytes=first_segment_bytes(config.bytes, devices=len(config.paths)),
+            devices=(),
+        )
+        # Before any device carries its id: else a start that is cut short here could not go on.
+        save_geometry(directory, known)
+    geometry = _with_paths(known, config.paths)
+    planned = plan(
+        config.bytes,
+        devices=len(config.paths),
+        segment_bytes=geometry.segment_bytes,
+        pages_max=config.pages_max,
+    )
+    devices, unusable = _open_all(config, geometry, known, discard=discard_cache)
+    if geometry != known:
+        save_geometry(directory, geometry)
+    return NvmeParts(
+        config=config,
+        directory=directory,
+        geometry=geometry,
+        plan=planned,
+        tier=NvmeTier(devices, segment_bytes=geometry.segment_bytes),
+        unusable=unusable,
+    )
+
+
+def _open_all(
+    config: NvmeConfig, geometry: Geometry, known: Geometry, *, discard: bool
+) -> tuple[list[NvmeDevice], dict[Path, str]]:
+    """(devices, why others are not used). Raises KvtierError with nothing left open."""
+    devices: list[NvmeDevice] = []
+    unusable: dict[Path, str] = {}
+    try:
+        for number, path in geometry.devices:
+            if path not in config.paths:
+                continue
+            is_new = number not in dict(known.devices) or discard
+            try:
+                if not is_new and read_identity(path) is None:
+                    raise TierIOError(
+                        f"{path} has no file `device`: it is not mounted, or was emptied",
+                        remedy="Mount it, or start once with `--discard-cache`.",
+                    )
+                devices.append(
+                    open_device(
+                        path,
+                        directory_id=geometry.directory_id,
+                        number=number,
+                        segment_bytes=geometry.segment_bytes,
+                        mode=DIRECT_MODES[config.direct_io],
+                        create=is_new,
+                        discard=discard,
+                    )
+                )
+            except (TierIOError, OSError) as error:
+                unusable[path] = str(error)
+                log.error("nvme.device_unusable", extra={"path": str(path), "reason": str(error)})
+        if not devices:
+            path, reason = next(iter(unusable.items()))
+            raise DirectoryError(
+                f"no path of nvme.paths can be used; {path}: {reason}",
+                remedy="Check the devices, or take them out of nvme.paths.",
+            )
+    except KvtierError:
+        for device in devices:
+            device.close()
+        raise
+    return devices, unusable
+
+
+def _with_paths(known: Geometry, paths: tuple[Path, ...]) -> Geometry:
+    """`known` with a device number for every path: that of its own file, or the next free one."""
+    numbers = {path: number for number, path in known.devices}
+    if len(numbers.keys() | set(paths)) > DEVICES_MAX:
+        # The numbers of paths that are not used any more are given again.
+        numbers = {path: number for path, number in numbers.items() if path in paths}
+    for path in paths:
+        if path not in numbers:
+            moved = _number_on(path, known.directory_id)
+            if moved is not None:
+                numbers = {at: number for at, number in numbers.items() if number != moved}
+            free = next(n for n in range(DEVICES_MAX) if n not in numbers.values())
+            numbers[path] = free if moved is None else moved
+    devices = sorted((number, path) for path, number in numbers.items())
+    return Geometry(
+        directory_id=known.directory_id,
+        segment_bytes=known.segment_bytes,
+        devices=tuple(devices),
+    )
+
+
+def _number_on(path: Path, directory_id: bytes) -> int | None:
+    """The number of the device in a directory, if it is one of ours."""
+    try:
+        identity = read_identity(path)
+    except (DirectoryError, OSError):
+        return None  # opening it says why
+    if identity is None or identity.directory_id != directory_id:
+        return None
+    return identity.number

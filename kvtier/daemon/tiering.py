@@ -1,0 +1,270 @@
+"""When pages move between host memory and NVMe, and how much of that is under way at once.
+
+    back         a cleaner copies the coldest pages down, so that host memory always has pages that
+                 may give way without being lost
+    through      every page is copied down when it is stored
+    selective    as back, but pages that were never used again are left to be dropped
+    on demand    `durability` NVME, Flush, Demote, Prefetch
+
+Every movement counts against `nvme.queue_pages_max`. Over it, what somebody asked for is BUSY, and
+what nobody waits for is dropped and counted: host memory then gives pages up that are nowhere else.
+Event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.config import NvmeConfig, WritePolicy
+from kvtier.core.budget import WriteBudget
+from kvtier.core.handles import Reading
+from kvtier.core.page import KEY_BYTES, GetCode, Tier
+from kvtier.core.store import Store
+from kvtier.packing.record import record_bytes
+from kvtier.tiers.io_pool import IoClass
+from kvtier.transfer.mover import MoveCode, Mover, Subject
+
+__all__ = ["Keys", "Scope", "Tiering"]
+
+log = logging.getLogger(__name__)
+
+Keys = npt.NDArray[np.uint8]
+#: (namespace number, shard)
+Scope = tuple[int, int]
+#: What a namespace number, shard and key stand for; None once the namespace has ended.
+SubjectOf = Callable[[int, int, bytes], "Subject | None"]
+
+#: Pages that the cleaner copies between two looks at what is coldest.
+_CLEAN_PAGES = 256
+
+
+class Tiering:
+    def __init__(
+        self,
+        store: Store,
+        mover: Mover,
+        config: NvmeConfig,
+        *,
+        subject_of: SubjectOf,
+        budget: WriteBudget,
+        streams: int,
+    ) -> None:
+        """`streams` is how many pages the devices take at once."""
+        self._store = store
+        self._mover = mover
+        self._config = config
+        self._subject_of = subject_of
+        self._budget = budget
+        self._tasks: set[asyncio.Task[Any]] = set()
+        # Of those under way, as many hold a slot as keep the devices busy; the others only wait.
+        self._writing = asyncio.Semaphore(2 * streams)
+        #: Pages on their way down: who asks for one of them again waits for the same copy.
+        self._going_down: dict[tuple[int, int, bytes], asyncio.Future[MoveCode]] = {}
+        self.dropped: Counter[str] = Counter()
+
+    @property
+    def under_way(self) -> int:
+        return len(self._tasks)
+
+    # -- asked for by a call ---------------------------------------------------------------------
+
+    async def make_durable(
+        self, scope: Scope, keys: Keys, *, io_class: IoClass = IoClass.PUT
+    ) -> npt.NDArray[np.bool_]:
+        """Copies what is not on NVMe yet; which of `keys` are there then."""
+        todo = np.flatnonzero(~self._store.in_tier(*scope, keys, Tier.NVME))
+        queue = iter(todo.tolist())
+
+        async def work() -> None:
+            for i in queue:
+                await self._down_by_key(scope, keys[i], io_class)
+
+        # A put of thousands of pages is as few tasks as keep the devices busy.
+        width = min(len(todo), 2 * self._config.io_threads)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(width):
+                group.create_task(work())
+        return self._store.in_tier(*scope, keys, Tier.NVME)
+
+    def demote(self, scope: Scope, keys: Keys) -> npt.NDArray[np.uint8]:
+        """Starts to copy pages down; what was found of each (GetCode)."""
+        return self._start(scope, keys, Tier.NVME, self._down_by_key, IoClass.PUT)
+
+    def prefetch(self, scope: Scope, keys: Keys) -> npt.NDArray[np.uint8]:
+        """Starts to copy pages up; what was found of each."""
+        return self._start(scope, keys, Tier.HOST, self._up_by_key, IoClass.PREFETCH)
+
+    def stored(self, scope: Scope, keys: Sequence[bytes]) -> None:
+        """Pages that a put has just stored: write-through copies them."""
+        if self._config.write_policy is WritePolicy.THROUGH:
+            for key in keys:
+                array = np.frombuffer(key, np.uint8)
+                if not self._spawn(self._down_by_key(scope, array, IoClass.DEMOTE)):
+                    self.dropped["queue"] += 1
+
+    # -- by itself -------------------------------------------------------------------------------
+
+    async def clean(self) -> tuple[int, int]:
+        """Copies some of the coldest pages of host memory down: (how many it tried, how many are
+        there)."""
+        tiers = self._store.status()
+        counts = tiers[Tier.HOST]
+        want = counts.capacity_bytes * self._config.clean_percent // 100 - counts.free_bytes
+        # More than NVMe holds would go down in turns for ever, one copy giving way for the next.
+        want = min(want, tiers[Tier.NVME].capacity_bytes // 2)
+        if want <= 0:
+            return 0, 0
+        uses = 1 if self._config.write_policy is WritePolicy.SELECTIVE else 0
+        rows = await asyncio.to_thread(
+            self._store.uncopied_rows,
+            Tier.HOST,
+            coldest_bytes=want,
+            uses_min=uses,
+            rows_max=_CLEAN_PAGES,
+        )
+        return len(rows), await self._down_rows(rows.tolist(), IoClass.DEMOTE)
+
+    async def flush_all(self, until: float) -> int:
+        """Copies every page that is in host memory alone down, the latest used first, as long as
+        there is time (monotonic seconds) and room; how many are still in host memory alone then."""
+        room = self._store.status()[Tier.NVME].capacity_bytes
+        # Past that the pages that went down first, the latest used, would give way for the rest.
+        written_max = self._mover.bytes_written + room - room // 8
+        try:
+            async with asyncio.timeout_at(until):
+                # Until nothing is left, or nothing goes down any more.
+                while rows := self.unsaved_rows():
+                    rows = rows[:_CLEAN_PAGES]
+                    if not await self._down_rows(rows, IoClass.PUT, written_max=written_max):
+                        break
+        except TimeoutError:
+            pass
+        return len(self.unsaved_rows())
+
+    def unsaved_rows(self) -> list[int]:
+        """Pages in host memory alone, the latest used first."""
+        rows = self._store.uncopied_rows(
+            Tier.HOST, coldest_bytes=1 << 62, uses_min=0, rows_max=1 << 31
+        )
+        latest_first: list[int] = rows[::-1].tolist()
+        return latest_first
+
+    async def settle(self, until: float) -> None:
+        """Returns when no movement is under way, or at `until` (monotonic seconds)."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=max(0.0, until - time.monotonic()))
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        for task in set(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        await self._mover.settle()
+
+    # -- one page --------------------------------------------------------------------------------
+
+    async def _down_rows(
+        self, rows: list[int], io_class: IoClass, *, written_max: int | None = None
+    ) -> int:
+        """How many are there then. It ends early when the mover has written `written_max` bytes."""
+        queue, done = iter(rows), 0
+
+        async def work() -> None:
+            nonlocal done
+            for row in queue:
+                if written_max is not None and self._mover.bytes_written >= written_max:
+                    return
+                found = self._store.acquire_row(row)
+                if found is not None:
+                    done += await self._down(*found, io_class) is MoveCode.DONE
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(len(rows), 2 * self._config.io_threads)):
+                group.create_task(work())
+        return done
+
+    async def _down_by_key(self, scope: Scope, key: Keys, io_class: IoClass) -> MoveCode:
+        (reading,) = self._store.acquire(*scope, key.reshape(1, KEY_BYTES), is_use=False)
+        if not isinstance(reading, Reading):
+            return MoveCode.GONE
+        return await self._down(reading, *scope, key.tobytes(), io_class)
+
+    async def _down(
+        self, reading: Reading, namespace: int, shard: int, key: bytes, io_class: IoClass
+    ) -> MoveCode:
+        """Takes over `reading`."""
+        page = self._subject_of(namespace, shard, key)
+        if page is None or reading.ref.tier is not Tier.HOST:
+            reading.release()
+            return MoveCode.GONE if page is None else MoveCode.DONE
+        if (under_way := self._going_down.get(page.name)) is not None:
+            reading.release()
+            return await asyncio.shield(under_way)
+        code = MoveCode.BUSY  # what the others hear when this one is cancelled
+        told = self._going_down[page.name] = asyncio.get_running_loop().create_future()
+        try:
+            with reading:
+                code = await self._write_down(reading, page, io_class)
+        finally:
+            del self._going_down[page.name]
+            told.set_result(code)
+        return code
+
+    async def _write_down(self, reading: Reading, page: Subject, io_class: IoClass) -> MoveCode:
+        async with self._writing:
+            if not self._budget.take(record_bytes(reading.length), time.monotonic()):
+                self.dropped["budget"] += 1
+                return MoveCode.BUSY
+            code = await self._mover.demote(reading.again(), page, io_class)
+        if code is not MoveCode.DONE and io_class is IoClass.DEMOTE:
+            self.dropped[code.value] += 1
+        return code
+
+    async def _up_by_key(self, scope: Scope, key: Keys, io_class: IoClass) -> MoveCode:
+        (reading,) = self._store.acquire(*scope, key.reshape(1, KEY_BYTES), is_use=False)
+        if not isinstance(reading, Reading):
+            return MoveCode.GONE
+        page = self._subject_of(*scope, key.tobytes())
+        if page is None or reading.ref.tier is Tier.HOST:
+            reading.release()
+            return MoveCode.GONE if page is None else MoveCode.DONE
+        return await self._mover.promote(reading, page, io_class)
+
+    def _start(
+        self,
+        scope: Scope,
+        keys: Keys,
+        tier: Tier,
+        move: Callable[[Scope, Keys, IoClass], Coroutine[Any, Any, MoveCode]],
+        io_class: IoClass,
+    ) -> npt.NDArray[np.uint8]:
+        codes, _ = self._store.lookup(*scope, keys)
+        is_wanted = (codes == GetCode.HIT) & ~self._store.in_tier(*scope, keys, tier)
+        for i in np.flatnonzero(is_wanted).tolist():
+            if not self._spawn(move(scope, keys[i].copy(), io_class)):
+                codes[i] = GetCode.BUSY
+        return codes
+
+    def _spawn(self, work: Coroutine[Any, Any, MoveCode]) -> bool:
+        """Starts it, unless too much is under way."""
+        if len(self._tasks) >= self._config.queue_pages_max:
+            work.close()
+            return False
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return True
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("nvme.move_crashed", exc_info=error)

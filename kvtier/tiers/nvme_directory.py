@@ -1,0 +1,231 @@
+"""The directory of one NVMe device: whose it is, that it is private, and that nobody else uses it.
+
+Its file `device`, a sealed file of kind "device", holds a msgpack map: version 1, directory_id (of
+the daemon directory), number (of the device there). A directory of another daemon is refused: its
+pages would be taken for free space.
+
+Errors: DirectoryError for what the operator has to decide; OSError when the file system fails,
+which may be over later. Thread rule: any thread; all of it blocks as long as the device does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+
+from kvtier.errors import DirectoryError
+from kvtier.tiers.nvme_geometry import DEVICES_MAX, DIRECTORY_ID_BYTES
+from kvtier.tiers.nvme_segment import segment_number
+from kvtier.tiers.sealed_file import TEMPORARY_SUFFIX, read_sealed, write_sealed
+
+__all__ = [
+    "PROBE_NAME",
+    "DeviceDirectory",
+    "DeviceIdentity",
+    "is_ours",
+    "open_directory",
+    "read_identity",
+]
+
+DEVICE_VERSION = 1
+PROBE_NAME = f"probe{TEMPORARY_SUFFIX}"
+
+_IDENTITY = "device"
+_KIND = b"device"
+_DISCARD = "start once with `--discard-cache` (every page on NVMe is then a miss)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceIdentity:
+    """Which daemon directory a device belongs to (16 bytes), and its number there."""
+
+    directory_id: bytes
+    number: int
+
+
+class DeviceDirectory:
+    """An open, locked device directory; made by `open_directory`."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    def check_present(self) -> None:
+        """Raises OSError (ENOENT) when the path leads to another directory, or nowhere."""
+        if self._fd < 0:
+            raise OSError(errno.EBADF, "the device is closed")
+        opened = os.fstat(self._fd)
+        found = self.path.stat()
+        if (found.st_dev, found.st_ino) != (opened.st_dev, opened.st_ino):
+            raise OSError(errno.ENOENT, "the directory was replaced by another")
+
+    def names(self) -> list[str]:
+        return sorted(entry.name for entry in self.path.iterdir())
+
+    def sync(self) -> None:
+        """Return when all names made and removed before survive a power cut."""
+        os.fsync(self._fd)
+
+    def disk_bytes(self) -> int:
+        """What the files of kvtier in it take up on disk, as `du` counts."""
+        total = 0
+        for name in self.names():
+            if is_ours(name):
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    total += (self.path / name).lstat().st_blocks * 512
+        return total
+
+    def discard(self) -> None:
+        """Removes everything of kvtier's; what others have put there stays."""
+        for name in self.names():
+            path = self.path / name
+            if is_ours(name) and not stat.S_ISDIR(path.lstat().st_mode):
+                path.unlink()
+
+    def remove_leftovers(self) -> None:
+        for name in self.names():
+            if is_ours(name) and name.endswith(TEMPORARY_SUFFIX):
+                (self.path / name).unlink()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def is_ours(name: str) -> bool:
+    """A file that this package makes in a device directory, half made ones included."""
+    whole = name.removesuffix(TEMPORARY_SUFFIX)
+    return whole == _IDENTITY or name == PROBE_NAME or segment_number(whole) is not None
+
+
+def read_identity(path: Path) -> DeviceIdentity | None:
+    """Of the device directory `path`; None if it is none (yet).
+
+    Raises DirectoryError (damaged, another version), OSError.
+    """
+    with _plain_errors():
+        payload = read_sealed(path / _IDENTITY, _KIND)
+    if payload is None:
+        return None
+    try:
+        document = msgpack.unpackb(payload, raw=False)
+    except ValueError as error:
+        raise _refused(path / _IDENTITY, f"cannot be read: {error}") from error
+    match document:
+        case {"version": 1, "directory_id": bytes(directory_id), "number": int(number)} if (
+            len(directory_id) == DIRECTORY_ID_BYTES and 0 <= number < DEVICES_MAX
+        ):
+            return DeviceIdentity(directory_id=directory_id, number=number)
+        case {"version": int(version)} if version != DEVICE_VERSION:
+            words = f"has version {version}, this daemon knows {DEVICE_VERSION}"
+            raise _refused(path / _IDENTITY, words)
+    raise _refused(path / _IDENTITY, "does not hold a device's identity")
+
+
+def open_directory(
+    path: Path, identity: DeviceIdentity, *, create: bool = True, discard: bool = False
+) -> DeviceDirectory:
+    """Makes the directory if need be, locks it, and checks that it is the device `identity`.
+
+    With `create` one that has no identity gets this one; without, that is an error: its file system
+    is not mounted, or somebody emptied it. With `discard` it is emptied first, whatever is there,
+    unless another daemon uses it. Raises DirectoryError, OSError.
+    """
+    if create and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        path.chmod(0o700)  # whatever the umask took away
+    _check_private(path)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = DeviceDirectory(path, fd)
+    try:
+        _lock(path, fd)
+        if discard:
+            directory.discard()
+        _check_identity(path, identity, create=create)
+        directory.remove_leftovers()
+    except (DirectoryError, OSError):
+        directory.close()
+        raise
+    return directory
+
+
+def _check_private(path: Path) -> None:
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise DirectoryError(f"{path} is not a directory", remedy="name another nvme.paths")
+    if found.st_uid != os.geteuid():
+        raise DirectoryError(
+            f"{path} belongs to uid {found.st_uid}, the daemon runs as uid {os.geteuid()}",
+            remedy="run the daemon as the owner, or name another directory in nvme.paths",
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise DirectoryError(
+            f"{path} is open to other users (mode {mode:04o})",
+            remedy="name a directory of the daemon's own in nvme.paths, which is then made with "
+            "mode 0700",
+        )
+
+
+def _lock(path: Path, fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DirectoryError(
+            f"{path} is in use by another daemon",
+            remedy="stop that daemon, or name another directory in nvme.paths",
+        ) from error
+
+
+def _check_identity(path: Path, identity: DeviceIdentity, *, create: bool) -> None:
+    found = read_identity(path)
+    if found is None and create:
+        document = {
+            "version": DEVICE_VERSION,
+            "directory_id": identity.directory_id,
+            "number": identity.number,
+        }
+        with _plain_errors():
+            write_sealed(path / _IDENTITY, _KIND, msgpack.packb(document, use_bin_type=True))
+    elif found is None:
+        raise DirectoryError(
+            f"{path} has lost its file `{_IDENTITY}` although it was in use",
+            remedy=f"mount its file system, or {_DISCARD}",
+        )
+    elif found.directory_id != identity.directory_id:
+        raise DirectoryError(
+            f"{path} holds the pages of another daemon directory",
+            remedy=f"name another directory in nvme.paths, or {_DISCARD}",
+        )
+    elif found.number != identity.number:
+        raise DirectoryError(
+            f"{path} is device {found.number} of this daemon directory, not {identity.number}",
+            remedy=f"put nvme.paths back as they were, or {_DISCARD}",
+        )
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """A failing file system as OSError; a damaged file as DirectoryError with the right remedy."""
+    try:
+        yield
+    except DirectoryError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        raise DirectoryError(str(error), remedy=_DISCARD) from error
+
+
+def _refused(path: Path, what: str) -> DirectoryError:
+    return DirectoryError(
+        f"{path} {what}", remedy=f"start the version of kvtier that wrote it, or {_DISCARD}"
+    )

@@ -1,0 +1,305 @@
+"""The journal: what happened to the NVMe tier since a checkpoint's snapshot, a few bytes an event.
+
+Journal n goes on from checkpoint n and is created before its snapshot is taken; so from the oldest
+checkpoint that a start may use there is a journal of every number on. Its bytes: nvme_frames.
+
+Promise: when `append` with `sync` returns, its entries survive a power cut. A torn tail is what a
+crash leaves: it is dropped and counted. A damaged frame is skipped alone and counted. After a write
+that failed nobody knows what is in the file: the journal takes nothing more (`failed`), and its
+owner begins another one.
+
+The writer belongs to one event loop, system calls run outside of it; one writer a directory.
+Reading is synchronous, from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import aiofiles
+
+from kvtier.errors import DirectoryError
+from kvtier.tiers.crash_points import crash_point, is_armed
+from kvtier.tiers.nvme_frames import (
+    JOURNAL_HEAD_BYTES,
+    JOURNAL_MAGIC,
+    JOURNAL_VERSION,
+    JOURNAL_VERSIONS,
+    Delete,
+    Drop,
+    Entry,
+    JournalHead,
+    Mark,
+    encode_frame,
+    encode_head,
+    frame_seed,
+    parse_frames,
+)
+from kvtier.tiers.nvme_state import (
+    Head,
+    check_owner,
+    check_version,
+    open_private,
+    parse_head,
+    read_file,
+    sync_directory,
+    to_the_end,
+    unreadable,
+    unwritable,
+    write_whole,
+)
+
+if TYPE_CHECKING:
+    from aiofiles.threadpool.binary import AsyncFileIO
+
+__all__ = [
+    "Delete",
+    "Drop",
+    "Entry",
+    "Journal",
+    "JournalContents",
+    "Mark",
+    "journal_paths",
+    "read_journal",
+    "remove_old",
+]
+
+_NAME: Final = re.compile(r"journal-(\d{10})")
+#: Files of a write that never ended, of the writers that rest while `remove_old` runs.
+_LEFTOVERS: Final = ("checkpoint.tmp", "geometry.tmp")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    frame: bytes
+    sync: bool
+    done: asyncio.Future[None]
+
+
+class Journal:
+    """A journal that is written. Made by `create`; close it."""
+
+    def __init__(self, file: AsyncFileIO, path: Path, number: int, seed: int) -> None:
+        self.path = path
+        self.number = number
+        self._file = file
+        self._seed = seed
+        self._size_bytes = JOURNAL_HEAD_BYTES
+        self._frames = 0
+        self._waiting: list[_Waiting] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._failure: OSError | None = None
+        self._is_closed = False
+
+    @classmethod
+    async def create(cls, directory: Path, *, number: int, directory_id: bytes) -> Journal:
+        """Durably makes the empty journal `number`. Raises DirectoryError, also if it exists."""
+        return await to_the_end(cls._create(directory, number, directory_id), cls._undo)
+
+    @classmethod
+    async def _create(cls, directory: Path, number: int, directory_id: bytes) -> Journal:
+        path = directory / _name(number)
+        try:
+            file = await aiofiles.open(path, "xb", buffering=0, opener=open_private)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        journal = cls(file, path, number, frame_seed(directory_id, number))
+        try:
+            await write_whole(file, encode_head(directory_id, number))
+            await asyncio.to_thread(os.fsync, file.fileno())
+            await asyncio.to_thread(sync_directory, directory)
+        except OSError as error:
+            await journal._undo()
+            raise unwritable(path, error) from error
+        return journal
+
+    async def _undo(self) -> None:
+        await self.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file, those that wait to be written included."""
+        return self._size_bytes
+
+    @property
+    def failed(self) -> bool:
+        """A write was refused: nothing can be appended any more."""
+        return self._failure is not None
+
+    async def append(self, entries: Sequence[Entry], *, sync: bool) -> None:
+        """Returns when `entries`, all of them or none, survive the daemon; with `sync` also a power
+        cut. Without entries and with `sync`: when everything appended before does.
+
+        Appends that wait together share one write and one sync. A caller that is cancelled does not
+        stop the write. Raises DirectoryError: the entries may be there or not.
+        """
+        self._check_usable()
+        frame = b""
+        if entries:
+            frame = encode_frame(entries, frame=self._frames, seed=self._seed)
+            self._frames += 1
+            self._size_bytes += len(frame)
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(frame, sync, done))
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write_waiting())
+        await done
+
+    async def close(self) -> None:
+        """Closes the file once everything that waits is written; again does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._writer is not None:
+                await self._writer
+            await self._file.close()
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise unwritable(self.path, self._failure) from self._failure
+        if self._is_closed:
+            raise DirectoryError(
+                f"{self.path} is closed", remedy="Append to the journal that came after it."
+            )
+
+    async def _write_waiting(self) -> None:
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                await self._write(batch)
+        finally:
+            self._writer = None
+
+    async def _write(self, batch: list[_Waiting]) -> None:
+        try:
+            await self._write_bytes(b"".join(item.frame for item in batch))
+            _settle([item for item in batch if not item.sync])
+            if any(item.sync for item in batch):
+                await asyncio.to_thread(os.fdatasync, self._file.fileno())
+        except OSError as error:
+            self._failure = error
+            for item in self._taken_back(batch):
+                item.done.set_exception(unwritable(self.path, error))
+        except BaseException:
+            # The loop is ending: nobody must wait for what never comes.
+            for item in self._taken_back(batch):
+                item.done.cancel()
+            raise
+        else:
+            _settle(batch)
+
+    def _taken_back(self, batch: list[_Waiting]) -> list[_Waiting]:
+        """All that wait, but for those whose caller was cancelled or has its answer."""
+        waiting, self._waiting = [*batch, *self._waiting], []
+        return [item for item in waiting if not item.done.done()]
+
+    async def _write_bytes(self, frames: bytes) -> None:
+        if is_armed("journal.half"):
+            half = len(frames) // 2
+            await write_whole(self._file, frames[:half])
+            crash_point("journal.half")
+            frames = frames[half:]
+        await write_whole(self._file, frames)
+        crash_point("journal.written")
+
+
+def _settle(items: list[_Waiting]) -> None:
+    for item in items:
+        if not item.done.done():  # else its caller was cancelled
+            item.done.set_result(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalContents:
+    """What a journal says. `bad_frames` counts the frames that are lost in the middle and a damaged
+    head; `torn_bytes` is what comes after the last good frame.
+    """
+
+    path: Path
+    number: int
+    directory_id: bytes
+    entries: tuple[Entry, ...]
+    frames: int
+    bad_frames: int
+    torn_bytes: int
+    is_head_damaged: bool = False
+
+
+def read_journal(path: Path, directory_id: bytes | None = None) -> JournalContents:
+    """The journal at `path`; without `directory_id`, of whichever daemon directory it says.
+
+    Raises DirectoryError when the file cannot be read, is of a version that this build does not
+    know, or of another directory or number.
+    """
+    blob = read_file(path)
+    if blob is None:
+        raise unreadable(path, FileNotFoundError(2, os.strerror(2)))
+    named = _NAME.fullmatch(path.name)
+    number = int(named[1]) if named else 0
+    head = parse_head(blob, JOURNAL_MAGIC)
+    version = JOURNAL_VERSION
+    if isinstance(head, Head):
+        check_version(path, head.version, JOURNAL_VERSIONS)
+        version = head.version
+        found = JournalHead.of(head)
+        if directory_id is not None:
+            check_owner(path, found.directory_id, directory_id)
+        if named and found.number != number:
+            raise DirectoryError(
+                f"{path} is journal {found.number} under another name",
+                remedy="Give the files of the daemon directory their names back.",
+            )
+        directory_id, number = found.directory_id, found.number
+    # Under a damaged head the frames speak for themselves: their sums know directory and number.
+    directory_id = directory_id or b""
+    frames = parse_frames(blob, version=version, seed=frame_seed(directory_id, number))
+    is_damaged = not isinstance(head, Head) and len(blob) >= JOURNAL_HEAD_BYTES
+    return JournalContents(
+        path=path,
+        number=number,
+        directory_id=directory_id,
+        entries=frames.entries,
+        frames=frames.good,
+        bad_frames=frames.bad + is_damaged,
+        # Shorter than its head: the file of a `create` that was cut off.
+        torn_bytes=frames.torn_bytes if len(blob) >= JOURNAL_HEAD_BYTES else len(blob),
+        is_head_damaged=is_damaged,
+    )
+
+
+def journal_paths(directory: Path) -> dict[int, Path]:
+    """The journals of a daemon directory by number, in order. Raises DirectoryError."""
+    try:
+        found = [(match, path) for path in directory.iterdir() if (match := _match(path))]
+    except OSError as error:
+        raise unreadable(directory, error) from error
+    return dict(sorted((int(match[1]), path) for match, path in found))
+
+
+def remove_old(directory: Path, keep_from: int) -> None:
+    """Deletes the journals with a number below `keep_from`, and what broken writes left behind.
+
+    Not while a checkpoint is written. Raises DirectoryError.
+    """
+    old = [path for number, path in journal_paths(directory).items() if number < keep_from]
+    for path in [*old, *(directory / name for name in _LEFTOVERS)]:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise unwritable(path, error) from error
+
+
+def _name(number: int) -> str:
+    return f"journal-{number:010d}"
+
+
+def _match(path: Path) -> re.Match[str] | None:
+    return _NAME.fullmatch(path.name)

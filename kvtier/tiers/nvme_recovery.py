@@ -1,0 +1,310 @@
+"""What is on NVMe at a start: the newest whole checkpoint, the journals since, and a look into the
+segments that were written since.
+
+A record with sequence s is a page if, and only if,
+
+    (a) s is above the checkpoint's last generation, or the checkpoint lists this slot with s, or s
+        was in flight when it was taken;
+    (b) no DROP names s, and no DELETE names its page with a bound of s or more;
+    (c) its namespace generation is the present one of its family;
+    (d) its header passes its sum, names this slot and this tier, and its length fits the record
+        size of the slab;
+    (e) no other record of its page that passes (a) to (d) has a higher sequence.
+
+Segments with a MARK are read: there the checkpoint counts only as the list for (a). What it lists
+in other segments is taken as it is; a reader of such a page checks the header as of every page.
+
+Nothing is written or removed. What cannot be trusted not to bring back deleted pages (no whole
+checkpoint, a journal missing) gives no page at all and says so; a file that cannot be read is an
+error. Synchronous; call it outside of an event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from enum import Enum, auto
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.errors import TierIOError
+from kvtier.tiers.base import TierDevice
+from kvtier.tiers.nvme_checkpoint import (
+    CHECKPOINT,
+    CHECKPOINT_OLD,
+    CheckpointFile,
+    CheckpointState,
+    read_checkpoint,
+)
+from kvtier.tiers.nvme_journal import (
+    Delete,
+    Drop,
+    JournalContents,
+    Mark,
+    journal_paths,
+    read_journal,
+    remove_old,
+)
+from kvtier.tiers.nvme_scan import SlabScan, scan_slab
+from kvtier.tiers.nvme_snapshot import Pages, Snapshot
+from kvtier.tiers.nvme_survivors import Happenings, Place, Survivors, survivors
+
+__all__ = ["Base", "Recovered", "RecoveryReport", "recover", "remove_old"]
+
+
+class Base(Enum):
+    """What a recovery began with: the checkpoint, the one before it, or nothing."""
+
+    NEWEST = auto()
+    OLD = auto()
+    NONE = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryReport:
+    """How a recovery went. The counts of records are those of nvme_survivors.Survivors.
+
+    `bad_checkpoints` and `skipped` are texts, one a file or slab. `slots` were looked at in
+    `segments_scanned` segments; `damaged` of them have a header that is not what was written,
+    `misplaced` one of another place. `is_lost`: there may have been pages, and `why` none is
+    trusted.
+    """
+
+    base: Base
+    bad_checkpoints: tuple[str, ...]
+    is_lost: bool
+    why: str
+    journals: int = 0
+    entries: int = 0
+    bad_frames: int = 0
+    torn_bytes: int = 0
+    segments_scanned: int = 0
+    skipped: tuple[str, ...] = ()
+    slots: int = 0
+    damaged: int = 0
+    misplaced: int = 0
+    listed: int = 0
+    found: int = 0
+    unplaced: int = 0
+    stale: int = 0
+    dropped: int = 0
+    deleted: int = 0
+    ended: int = 0
+    superseded: int = 0
+
+    def counts(self) -> dict[str, int]:
+        """Every number of it by name."""
+        numbers = {part.name: getattr(self, part.name) for part in fields(self)}
+        return {name: value for name, value in numbers.items() if type(value) is int}
+
+    def warnings(self) -> list[str]:
+        """What an operator should hear of: damage, and what it cost."""
+        said = list(self.bad_checkpoints)
+        if self.is_lost:
+            said.append(f"{self.why}: no page of earlier boots is trusted")
+        if self.base is Base.OLD:
+            said.append("the checkpoint before the newest was used")
+        if self.bad_frames:
+            said.append(f"{self.bad_frames} damaged entries of the journal were left out")
+        if self.damaged or self.misplaced:
+            said.append(f"{self.damaged + self.misplaced} records have a damaged header")
+        return said + [f"{text} (not read)" for text in self.skipped]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recovered:
+    """What a start goes on from.
+
+    Every page lies in a slab of `classes` (slab -> record bytes) at a slot of it; no two have one
+    id or one slot; parents make no loops. No generation up to `last_generation` may be used again.
+    `base_number` is that of the checkpoint that was used, None for none; `next_number` is free for
+    the next journal and checkpoint.
+    """
+
+    classes: dict[int, int]
+    families: tuple[tuple[bytes, int], ...]
+    pages: Pages
+    last_generation: int
+    base_number: int | None
+    next_number: int
+    report: RecoveryReport
+
+
+def recover(
+    directory: Path,
+    *,
+    directory_id: bytes,
+    tier: TierDevice,
+    slabs: Collection[int],
+    segment_bytes: int,
+    generations: Mapping[bytes, int],
+    threads: int = 4,
+) -> Recovered:
+    """The pages on `tier`, whose segments are `slabs`.
+
+    `generations` is the present namespace generation of each fingerprint, `threads` how many
+    segments are read at a time. A segment that cannot be read is skipped and named in the report.
+
+    Raises DirectoryError: checkpoint or journal cannot be read, are of a version that this build
+    does not know, or of another directory.
+    """
+    base, chosen, bad = _choose(directory, directory_id)
+    paths = journal_paths(directory)
+    numbers = [number for number in paths if chosen is not None and number >= chosen.number]
+    next_number = max([*paths, *(file.number for file in bad), chosen.number if chosen else 0]) + 1
+    why = _why_lost(chosen, numbers, is_used=bool(paths or bad))
+    bad_checkpoints = tuple(f"{file.path.name}: {file.reason}" for file in bad)
+    if chosen is None or chosen.snapshot is None or why:
+        report = RecoveryReport(
+            base=Base.NONE, bad_checkpoints=bad_checkpoints, is_lost=bool(why), why=why
+        )
+        return _nothing(next_number, report)
+    journals = [read_journal(paths[number], directory_id) for number in numbers]
+    happenings = _happenings(journals)
+    place = Place(slabs=frozenset(slabs), segment_bytes=segment_bytes)
+    scans, skipped = _scan(tier, happenings.marks, place, threads)
+    found = survivors(chosen.snapshot, scans, happenings, place=place, generations=generations)
+    return Recovered(
+        classes=_classes(chosen.snapshot, happenings.marks, place),
+        families=found.families,
+        pages=found.pages,
+        last_generation=_last_generation(chosen.snapshot, happenings, scans),
+        base_number=chosen.number,
+        next_number=next_number,
+        report=RecoveryReport(
+            base=base,
+            bad_checkpoints=bad_checkpoints,
+            is_lost=False,
+            why="",
+            **_journal_counts(journals),
+            **_scan_counts(scans),
+            **_page_counts(found),
+            skipped=skipped,
+        ),
+    )
+
+
+def _choose(
+    directory: Path, directory_id: bytes
+) -> tuple[Base, CheckpointFile | None, list[CheckpointFile]]:
+    """(which, the checkpoint to begin with, damaged ones)"""
+    bad: list[CheckpointFile] = []
+    for base, name in ((Base.NEWEST, CHECKPOINT), (Base.OLD, CHECKPOINT_OLD)):
+        file = read_checkpoint(directory / name, directory_id)
+        if file.state is CheckpointState.GOOD:
+            return base, file, bad
+        if file.state is CheckpointState.BAD:
+            bad.append(file)
+    return Base.NONE, None, bad
+
+
+def _why_lost(chosen: CheckpointFile | None, numbers: Sequence[int], *, is_used: bool) -> str:
+    """Why deleted pages could come back, or ""; `numbers` are the journals from `chosen` on."""
+    if chosen is None:
+        return "there is no whole checkpoint" if is_used else ""
+    for before, number in pairwise([chosen.number - 1, *numbers]):
+        if number != before + 1:
+            return f"journal {before + 1} is missing"
+    return "" if numbers else f"journal {chosen.number} is missing"
+
+
+def _nothing(next_number: int, report: RecoveryReport) -> Recovered:
+    return Recovered(
+        classes={},
+        families=(),
+        pages=Pages.empty(),
+        last_generation=0,
+        base_number=None,
+        next_number=next_number,
+        report=report,
+    )
+
+
+def _happenings(journals: Sequence[JournalContents]) -> Happenings:
+    marks: dict[int, int] = {}
+    drops: list[int] = []
+    deletes: list[Delete] = []
+    for journal in journals:
+        for entry in journal.entries:
+            match entry:
+                case Mark():
+                    marks[entry.slab] = entry.record_bytes
+                case Drop():
+                    drops += entry.generations
+                case Delete():
+                    deletes.append(entry)
+    return Happenings(marks=marks, drops=np.array(drops, np.uint64), deletes=deletes)
+
+
+def _scan(
+    tier: TierDevice, marks: Mapping[int, int], place: Place, threads: int
+) -> tuple[list[SlabScan], tuple[str, ...]]:
+    """What lies in the marked slabs, and which could not be read."""
+
+    def look(slab: int) -> SlabScan | str:
+        size = marks[slab]
+        if not place.has_class(slab, size):
+            return f"slab {slab}: it cannot hold records of {size} bytes"
+        try:
+            return scan_slab(tier, slab, record_bytes=size, segment_bytes=place.segment_bytes)
+        except TierIOError as error:
+            return f"slab {slab}: {error}"
+
+    # A segment that is not there any more was given up by its owner.
+    wanted = sorted(place.slabs & marks.keys())
+    with ThreadPoolExecutor(max(1, threads), "kvtier-recovery") as pool:
+        results = list(pool.map(look, wanted))
+    scans = [result for result in results if isinstance(result, SlabScan)]
+    return scans, tuple(result for result in results if isinstance(result, str))
+
+
+def _classes(base: Snapshot, marks: Mapping[int, int], place: Place) -> dict[int, int]:
+    return {
+        slab: size
+        for slab, size in sorted((base.classes | dict(marks)).items())
+        if place.has_class(slab, size)
+    }
+
+
+def _last_generation(base: Snapshot, happenings: Happenings, scans: Sequence[SlabScan]) -> int:
+    """The highest generation of which anything tells."""
+    return max(
+        base.last_generation,
+        int(happenings.drops.max(initial=0)),
+        max((delete.bound for delete in happenings.deletes), default=0),
+        max((int(scan.records["sequence"].max(initial=0)) for scan in scans), default=0),
+    )
+
+
+def _journal_counts(journals: Sequence[JournalContents]) -> dict[str, int]:
+    return {
+        "journals": len(journals),
+        "entries": sum(len(journal.entries) for journal in journals),
+        "bad_frames": sum(journal.bad_frames for journal in journals),
+        "torn_bytes": sum(journal.torn_bytes for journal in journals),
+    }
+
+
+def _scan_counts(scans: Sequence[SlabScan]) -> dict[str, int]:
+    return {
+        "segments_scanned": len(scans),
+        "slots": sum(scan.slots for scan in scans),
+        "damaged": sum(len(scan.damaged) for scan in scans),
+        "misplaced": sum(len(scan.misplaced) for scan in scans),
+    }
+
+
+def _page_counts(found: Survivors) -> dict[str, int]:
+    return {
+        "listed": found.listed,
+        "found": found.found,
+        "unplaced": found.unplaced,
+        "stale": found.stale,
+        "dropped": found.dropped,
+        "deleted": found.deleted,
+        "ended": found.ended,
+        "superseded": found.superseded,
+    }

@@ -1,0 +1,127 @@
+"""Each policy against a plain model of it, on random traces without chains and leases: the same
+hits, the same victims in the same order, the same memory of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from kvtier.config import PolicyName
+from kvtier.core.policy import POLICIES
+from kvtier.core.policy.arc import Arc
+from kvtier.core.policy.lru import LruTailFirst
+from kvtier.core.policy.s3fifo import S3Fifo
+from tests.core.policy_models import Pages, PlainArc, PlainLru, PlainS3Fifo
+
+PAIRS = {
+    "lru": (LruTailFirst, PlainLru),
+    # Every use counts, as in the papers.
+    "arc": (partial(Arc, burst_share=0), PlainArc),
+    "s3-fifo": (partial(S3Fifo, burst_share=0), PlainS3Fifo),
+}
+
+
+def trace(seed: int, capacity: int, length: int) -> list[int]:
+    """Phases of popular pages, loops, scans and uniform noise, in the size of the cache."""
+    rng = np.random.default_rng(seed)
+    pages: list[int] = []
+    fresh = 1_000_000
+    while len(pages) < length:
+        n = int(rng.integers(1, 6 * capacity + 20))
+        kind = rng.integers(4)
+        if kind == 0:
+            pages += (rng.zipf(1.2, n) % (4 * capacity)).tolist()
+        elif kind == 1:
+            around = int(rng.integers(1, 2 * capacity + 2))
+            pages += [10_000 + i % around for i in range(n)]
+        elif kind == 2:
+            pages += range(fresh, fresh + n)
+            fresh += n
+        else:
+            pages += rng.integers(0, 3 * capacity, n).tolist()
+    return pages[:length]
+
+
+def test_every_policy_of_the_configuration_is_there() -> None:
+    assert list(POLICIES) == [policy.value for policy in PolicyName]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("capacity", [1, 2, 10, 19, 64, 200])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_policy_equals_its_model(name: str, capacity: int, seed: int) -> None:
+    ours_make, model_make = PAIRS[name]
+    ours, model = Pages(ours_make, capacity), model_make(capacity)
+    for at, page in enumerate(trace(seed, capacity, length=1000 + 10 * capacity)):
+        assert ours.get(page) == model.get(page), f"request {at}, seed {seed}"
+        assert ours.evicted[-1:] == model.evicted[-1:], f"request {at}, seed {seed}"
+        if at % 16 == 0:
+            assert ours.ghosts() == model.ghosts(), f"request {at}, seed {seed}"
+    assert ours.evicted == model.evicted
+    assert len(model.evicted) > 100
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arc_that_learns_after_the_eviction_hits_as_often_as_that_of_the_paper(seed: int) -> None:
+    capacity = 100
+    after, before = PlainArc(capacity), PlainArc(capacity, learns_first=True)
+    pages = trace(seed, capacity, length=20_000)
+    hits = sum(after.get(page) for page in pages), sum(before.get(page) for page in pages)
+    assert min(hits) > 2000
+    assert abs(hits[0] - hits[1]) < 0.02 * max(hits), f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", POLICIES)
+def test_pages_used_together_are_used_once_each_the_head_last(name: str, seed: int) -> None:
+    """One call for a batch is the calls for each of its pages, from the tail to the head."""
+    rng = np.random.default_rng(seed)
+    together, apart = (Pages(POLICIES[name], 150) for _ in range(2))
+    fresh = 0
+    for _ in range(120):
+        batch = rng.choice(list(together.rows), int(rng.integers(1, 100))) if fresh else []
+        if len(batch):
+            together.use(batch.tolist())
+            for page in dict.fromkeys(batch.tolist()[::-1]):
+                apart.use([page])
+        for pages in (together, apart):
+            for page in range(fresh, fresh + 10):
+                pages.get(page)
+        fresh += 10
+        assert together.evicted == apart.evicted, f"seed {seed}"
+        assert together.ghosts() == apart.ghosts(), f"seed {seed}"
+    assert len(apart.evicted) == 1050
+
+
+def hits(name: str, pages: list[int]) -> int:
+    cache = Pages(POLICIES[name], 100)
+    return sum(cache.get(page) for page in pages)
+
+
+def test_a_scan_does_not_empty_the_cache() -> None:
+    """Sixty pages in use, and three new pages for each use of one of them."""
+    fresh = iter(range(1000, 100_000))
+    rounds = [[i % 60, next(fresh), next(fresh), next(fresh)] for i in range(3000)]
+    # They are in use before the scan begins.
+    pages = list(range(60)) * 4 + list(chain.from_iterable(rounds))
+    found = {name: hits(name, pages) for name in POLICIES}
+    assert found["lru"] < 200
+    assert found["arc"] > 2900
+    assert found["s3-fifo"] > 2900
+
+
+def test_a_loop_that_does_not_fit_is_kept_in_part() -> None:
+    """Of LRU every page is gone just before it comes again."""
+    pages = [i % 120 for i in range(6000)]
+    found = {name: hits(name, pages) for name in POLICIES}
+    assert found["lru"] == 0
+    assert found["s3-fifo"] > 3000
+
+
+def test_arc_learns_that_new_pages_come_again() -> None:
+    """A working set that moves on: what is used twice now was never used before."""
+    pages = [page for base in range(0, 9000, 90) for page in [*range(base, base + 90)] * 2]
+    assert hits("arc", list(range(100)) * 3 + pages) > 0.9 * hits("lru", pages)

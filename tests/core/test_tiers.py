@@ -1,0 +1,428 @@
+"""Two tiers in one store: moves, what a snapshot holds, slabs that go, chains that meet late."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvtier.core.generations import Generations
+from kvtier.core.handles import Filling, Reading
+from kvtier.core.page import Codec, DeleteCode, GetCode, PageRef, PutCode, Tier
+from kvtier.core.slabs import SlabAllocator
+from kvtier.core.snapshots import Copies
+from kvtier.core.store import Store, StoreConfig
+from tests.core.support import NS, RECORD, demote, key, keys, make_store, meta, present, put
+
+
+def begin_move(store: Store, n: int, tier: Tier = Tier.NVME) -> tuple[Reading, Filling]:
+    (source,) = store.acquire(NS, 0, keys([n]))
+    assert isinstance(source, Reading)
+    target = store.reserve(NS, 0, meta(n), RECORD, tier=tier, source=source)
+    assert isinstance(target, Filling)
+    return source, target
+
+
+def tiers_of(store: Store, n: int) -> list[Tier]:
+    array = keys([n])
+    return [t for t in (Tier.HOST, Tier.NVME) if store.in_tier(NS, 0, array, t)[0]]
+
+
+# -- moves ----------------------------------------------------------------------------------------
+
+
+def test_a_move_of_a_page_deleted_meanwhile_is_not_published() -> None:
+    store = make_store(slots=2, nvme_slots=2)
+    put(store, 1)
+    source, target = begin_move(store, 1)
+    assert store.delete(NS, 0, keys([1])).tolist() == [DeleteCode.DELETED]
+    assert target.seal() is PutCode.STALE_GENERATION
+    source.release()
+    assert present(store, [1]) == []
+    assert store.status()[Tier.NVME].used_bytes == store.status()[Tier.HOST].used_bytes == 0
+    store.check()
+
+
+def test_a_move_of_a_page_deleted_and_put_again_is_not_published() -> None:
+    """The key is there again, but it is not the page that was copied."""
+    store = make_store(slots=2, nvme_slots=2)
+    put(store, 1)
+    source, target = begin_move(store, 1)
+    store.delete(NS, 0, keys([1]))
+    assert put(store, 1) is PutCode.STORED
+    assert target.seal() is PutCode.STALE_GENERATION
+    source.release()
+    assert tiers_of(store, 1) == [Tier.HOST]
+    store.check()
+
+
+def test_a_move_of_a_condemned_or_bumped_page_is_not_published() -> None:
+    store = make_store(slots=2, nvme_slots=2)
+    put(store, 1)
+    source, target = begin_move(store, 1)
+    assert store.condemn(source.ref)
+    assert target.seal() is PutCode.STALE_GENERATION
+    source.release()
+    put(store, 2)
+    source, target = begin_move(store, 2)
+    store.end_namespace(NS)
+    assert target.seal() is PutCode.STALE_GENERATION
+    source.release()
+    store.check()
+
+
+def test_of_two_moves_of_a_page_one_wins() -> None:
+    store = make_store(slots=2, nvme_slots=2)
+    put(store, 1)
+    first, one = begin_move(store, 1)
+    second, other = begin_move(store, 1)
+    assert (other.seal(), one.seal()) == (PutCode.STORED, PutCode.EXISTS)
+    first.release()
+    second.release()
+    assert tiers_of(store, 1) == [Tier.HOST, Tier.NVME]
+    store.check()
+
+
+def test_a_promoted_page_keeps_its_lower_copy_and_both_are_used() -> None:
+    store = make_store(slots=1, nvme_slots=2)
+    put(store, 1)
+    assert demote(store, 1) is PutCode.STORED
+    put(store, 2)  # takes the place of 1 in host memory
+    assert demote(store, 2) is PutCode.STORED
+    assert tiers_of(store, 1) == [Tier.NVME]
+    assert put(store, 1) is PutCode.EXISTS, "a put is no move: the page is there"
+    source, target = begin_move(store, 1, Tier.HOST)
+    assert target.seal() is PutCode.STORED
+    source.release()
+    assert tiers_of(store, 1) == [Tier.HOST, Tier.NVME]
+    # Used last in both tiers, so the other one gives way below too.
+    (reading,) = store.acquire(NS, 0, keys([1]))
+    assert isinstance(reading, Reading)
+    reading.release()
+    put(store, 3)
+    assert demote(store, 3) is PutCode.STORED
+    assert tiers_of(store, 2) == []
+    assert tiers_of(store, 1) == [Tier.NVME]
+    counters = store.counters()
+    assert (counters.evicted, counters.evicted_last) == (4, 1)
+    store.check()
+
+
+def test_an_abandoned_and_an_orphaned_move_leave_the_source_alone() -> None:
+    store = make_store(slots=2, nvme_slots=2)
+    put(store, 1)
+    source, target = begin_move(store, 1)
+    target.abandon()
+    again, second = begin_move(store, 1)
+    second.orphan()
+    source.release()
+    again.release()
+    assert store.status()[Tier.NVME].quarantined == 1
+    assert store.settle_orphan(second.ref)
+    assert store.status()[Tier.NVME].used_bytes == 0
+    assert demote(store, 1) is PutCode.STORED
+    store.check()
+
+
+# -- chains ---------------------------------------------------------------------------------------
+
+
+def test_a_page_stored_before_its_parent_is_linked_when_that_comes() -> None:
+    store = make_store(slots=3)
+    put(store, 2, parent=1)
+    put(store, 3, parent=2)
+    put(store, 1)
+    put(store, 4)
+    assert present(store, [1, 2, 3, 4]) == [1, 2, 4], "the tail has to go first"
+    put(store, 5)
+    assert present(store, [1, 2, 4, 5]) == [1, 4, 5]
+    store.check()
+
+
+def test_a_tail_copied_down_before_its_head_is_linked_there_too() -> None:
+    store = make_store(slots=4, nvme_slots=3)
+    put(store, 1)
+    put(store, 2, parent=1)
+    put(store, 3, parent=2)
+    for n, parent in ((3, 2), (2, 1), (1, None)):
+        assert demote(store, n, parent) is PutCode.STORED
+    put(store, 4)
+    assert demote(store, 4) is PutCode.STORED
+    array = keys([1, 2, 3, 4])
+    assert store.in_tier(NS, 0, array, Tier.NVME).tolist() == [True, True, False, True]
+    store.check()
+
+
+def test_pages_that_name_each_other_as_parents_make_no_ring() -> None:
+    """Any client can say so; nobody may be kept waiting, and every page can still give way."""
+    store = make_store(slots=6, slab_slots=3)
+    put(store, 1, parent=2)
+    put(store, 2, parent=3)
+    put(store, 3, parent=1)
+    put(store, 4, parent=4)
+    put(store, 5, parent=6)
+    put(store, 6, parent=5)
+    store.check()
+    for n in range(10, 16):
+        assert put(store, n) is PutCode.STORED
+    assert put(store, 20, record=2 * RECORD) is PutCode.STORED, "a look at all chains ends"
+    store.check()
+
+
+def test_a_page_in_place_of_a_lossy_one_makes_no_ring_with_what_came_after_it() -> None:
+    store = make_store(slots=4)
+    lossy = replace(meta(1), lossy=True)
+    first = store.reserve(NS, 0, lossy, RECORD)
+    assert isinstance(first, Filling)
+    assert first.seal() is PutCode.STORED
+    put(store, 2, parent=1)
+    put(store, 3, parent=2)
+    assert put(store, 1, parent=3) is PutCode.STORED
+    store.check()
+    for n in range(10, 14):
+        assert put(store, n) is PutCode.STORED
+
+
+def test_what_waits_for_a_parent_and_goes_is_not_linked() -> None:
+    store = make_store(slots=3)
+    put(store, 2, parent=1)
+    store.delete(NS, 0, keys([2]))
+    put(store, 7)  # takes the row of 2
+    put(store, 1)
+    store.check()
+    put(store, 2, parent=1)
+    put(store, 8)
+    assert present(store, [1, 2, 7, 8]) == [1, 2, 8]
+    store.check()
+
+
+# -- snapshots ------------------------------------------------------------------------------------
+
+
+def reload(store: Store, *, pages_max: int = 64) -> Store:
+    """A new store with what a snapshot of the NVMe tier says, as after a restart."""
+    image = store.snapshots.take(Tier.NVME)
+    copies = image.copies()
+    slabs = sorted(image.bindings)
+    size = image.slab_units * 4096
+    tiers = {
+        Tier.HOST: SlabAllocator(slab_bytes=size, numbers=range(1)),
+        Tier.NVME: SlabAllocator(slab_bytes=size, numbers=[0, 1, 5]),
+    }
+    fresh = Store(
+        StoreConfig(boot_id=100, pages_max=pages_max, seed=9),
+        tiers=tiers,
+        generations=Generations(1 << 20, lambda bound: None),
+    )
+    fresh.room.grant(Tier.HOST, 0)
+    for slab in slabs:
+        fresh.room.grant(Tier.NVME, slab)
+    fresh.open_namespace(NS, 1)
+    assert fresh.snapshots.load(Tier.NVME, image.bindings, copies) == min(len(copies), pages_max)
+    fresh.check()
+    return fresh
+
+
+def test_what_a_snapshot_holds_comes_back() -> None:
+    store = make_store(slots=8, nvme_slots=6)
+    for n in range(1, 7):
+        put(store, n, parent=n - 1 if n > 1 else None)
+        demote(store, n, parent=n - 1 if n > 1 else None)
+    put(store, 9)  # in host memory alone
+    store.delete(NS, 0, keys([6]))
+    fresh = reload(store)
+    assert present(fresh, range(1, 10)) == [1, 2, 3, 4, 5]
+    (reading,) = fresh.acquire(NS, 0, keys([3]))
+    (before,) = store.acquire(NS, 0, keys([3]), is_use=False)
+    assert isinstance(reading, Reading)
+    assert isinstance(before, Reading)
+    (lower,) = [
+        r for r in [store.acquire_next(before.ref, NS, 0, key(3))] if isinstance(r, Reading)
+    ]
+    assert (reading.ref.slot, reading.ref.generation) == (lower.ref.slot, lower.ref.generation)
+    assert (reading.length, reading.codec, reading.lossy) == (64, Codec.RAW, False)
+    assert reading.ref.boot_id == 100
+    reading.release()
+    # Chains and free slots are as they were: one slot is free, then the tail gives way.
+    for n, left in ((11, [1, 2, 3, 4, 5]), (12, [1, 2, 3, 4]), (13, [1, 2, 3])):
+        put(fresh, n)
+        assert demote(fresh, n) is PutCode.STORED
+        assert fresh.in_tier(NS, 0, keys(left), Tier.NVME).all()
+        assert int(fresh.in_tier(NS, 0, keys(range(1, 6)), Tier.NVME).sum()) == len(left)
+    fresh.check()
+
+
+def test_a_table_with_less_room_keeps_the_hottest() -> None:
+    store = make_store(slots=8, nvme_slots=6)
+    for n in range(1, 7):
+        put(store, n)
+        demote(store, n)
+    fresh = reload(store, pages_max=4)
+    assert present(fresh, range(1, 7)) == [3, 4, 5, 6]
+
+
+def test_a_snapshot_knows_what_is_in_flight() -> None:
+    store = make_store(slots=4, nvme_slots=4)
+    for n in (1, 2, 3):
+        put(store, n)
+    demote(store, 1)
+    moving, target = begin_move(store, 2)
+    doomed, other = begin_move(store, 3)
+    store.delete(NS, 0, keys([3]))
+    image = store.snapshots.take(Tier.NVME)
+    assert image.in_flight == ((target.ref.generation, target.ref.slot),)
+    assert image.last_generation == other.ref.generation
+    assert image.copies().key.tobytes() == key(1)
+    assert image.slab_of(target.ref.slot) in image.bindings
+    target.abandon()
+    other.abandon()
+    moving.release()
+    doomed.release()
+    assert store.snapshots.take(Tier.NVME).in_flight == ()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_pages_are_found_after_a_bulk_load(seed: int) -> None:
+    """The bulk way into the index is the same index as the one by one."""
+    rng = np.random.default_rng(seed)
+    n = 5000
+    names = rng.integers(0, 256, (n, 32), np.uint8)
+    store = Store(
+        StoreConfig(boot_id=1, pages_max=2 * n, seed=seed),
+        tiers={Tier.NVME: SlabAllocator(slab_bytes=n * RECORD, numbers=[7])},
+        generations=Generations(10**6, lambda bound: None),
+    )
+    store.room.grant(Tier.NVME, 7)
+    shards = rng.integers(0, 2, n).astype(np.uint16)
+    for number in (1, 2):
+        store.open_namespace(number, 1)
+    spaces = rng.integers(1, 3, n).astype(np.uint32)
+    copies = Copies(
+        namespace=spaces,
+        shard=shards,
+        key=names,
+        generation=np.arange(1, n + 1, dtype=np.uint64),
+        slot=(7 * n + np.arange(n, dtype=np.uint64)) * np.uint64(RECORD // 4096),
+        length=np.full(n, 64, np.uint64),
+        codec=np.ones(n, np.uint8),
+        lossy=np.zeros(n, np.uint8),
+        parent=np.full(n, -1, np.int32),
+    )
+    assert store.snapshots.load(Tier.NVME, {7: RECORD}, copies) == n
+    store.check()
+    for number in (1, 2):
+        for shard in (0, 1):
+            of_it = (spaces == number) & (shards == shard)
+            assert store.in_tier(number, shard, names, Tier.NVME).tolist() == of_it.tolist(), seed
+    for i in rng.permutation(n)[:2500].tolist():
+        codes = store.delete(int(spaces[i]), int(shards[i]), names[i : i + 1])
+        assert codes.tolist() == [DeleteCode.DELETED]
+    store.check()
+
+
+# -- slabs ----------------------------------------------------------------------------------------
+
+
+def test_a_withdrawn_slab_takes_its_pages_and_comes_back_empty() -> None:
+    store = make_store(slots=4, nvme_slots=4)
+    for n in (1, 2, 3):
+        put(store, n)
+        demote(store, n)
+    (reading,) = store.acquire(NS, 0, keys([1]))
+    assert isinstance(reading, Reading)
+    lower = store.acquire_next(reading.ref, NS, 0, key(1))
+    assert isinstance(lower, Reading)
+    _, filling = begin_move_of_new(store, 4)
+    assert store.room.withdraw(Tier.NVME, 0) == 3
+    assert store.room.withdraw(Tier.NVME, 0) == 0
+    assert not store.in_tier(NS, 0, keys([1, 2, 3]), Tier.NVME).any()
+    assert present(store, [1, 2, 3]) == [1, 2, 3], "host memory is another tier"
+    store.check()
+    assert not store.room.can_grant(Tier.NVME, 0), "a lease and a filling still name it"
+    assert demote(store, 2) is PutCode.BUSY
+    lower.release()
+    filling.abandon()
+    assert store.room.can_grant(Tier.NVME, 0)
+    store.room.grant(Tier.NVME, 0)
+    assert demote(store, 2) is PutCode.STORED
+    reading.release()
+    store.check()
+
+
+def begin_move_of_new(store: Store, n: int) -> tuple[Reading, Filling]:
+    put(store, n)
+    source, target = begin_move(store, n)
+    source.release()
+    return source, target
+
+
+def test_room_is_known_before_it_is_asked_for() -> None:
+    store = make_store(slots=2, nvme_slots=1, granted=False)
+    assert not store.room.has_free(Tier.NVME, RECORD)
+    store.room.grant(Tier.HOST, 0)
+    store.room.grant(Tier.NVME, 0)
+    assert store.room.has_free(Tier.NVME, RECORD)
+    put(store, 1)
+    demote(store, 1)
+    assert not store.room.has_free(Tier.NVME, RECORD)
+
+
+# -- what the cleaner sees ------------------------------------------------------------------------
+
+
+def test_the_coldest_uncopied_pages_are_named_coldest_first() -> None:
+    store = make_store(slots=8, nvme_slots=8)
+    for n in range(1, 7):
+        put(store, n)
+    demote(store, 2)
+    (reading,) = store.acquire(NS, 0, keys([1]))
+    assert isinstance(reading, Reading)
+    reading.release()
+
+    def named(**how: int) -> list[bytes]:
+        options = {"coldest_bytes": 1 << 40, "uses_min": 0, "rows_max": 100} | how
+        rows = store.uncopied_rows(Tier.HOST, **options).tolist()
+        found = [store.acquire_row(row) for row in rows]
+        for one in found:
+            assert one is not None
+            one[0].release()
+        return [one[3] for one in found if one is not None]
+
+    assert named() == [key(n) for n in (3, 4, 5, 6, 1)]
+    assert named(coldest_bytes=3 * RECORD) == [key(3), key(4)], "2 is cold too, and copied"
+    assert named(rows_max=2) == [key(3), key(4)]
+    assert named(uses_min=1) == [key(1)]
+    assert named(coldest_bytes=0) == []
+
+
+# -- quarantine -----------------------------------------------------------------------------------
+
+
+def test_condemned_copies_can_be_looked_at_and_cleared() -> None:
+    store = make_store(slots=40, nvme_slots=40)
+    for n in (1, 2, 3):
+        put(store, n)
+    refs = []
+    for n in (1, 2):
+        (reading,) = store.acquire(NS, 0, keys([n]))
+        assert isinstance(reading, Reading)
+        refs.append(reading.ref)
+        reading.release()
+        assert store.condemn(reading.ref)
+    listed = store.quarantined()
+    assert [(ref, name, length) for ref, _, _, name, length, _ in listed] == [
+        (refs[0], key(1), 64),
+        (refs[1], key(2), 64),
+    ]
+    held = store.hold_quarantined(refs[0])
+    assert held is not None
+    assert store.clear_quarantine(None) == 1, "the other one is being read"
+    assert store.hold_quarantined(refs[1]) is None
+    held.release()
+    assert store.clear_quarantine([refs[0], refs[0], PageRef(99, Tier.HOST, 0, 5)]) == 1
+    assert store.quarantined() == []
+    assert store.status()[Tier.HOST].quarantined == 0
+    codes, _ = store.lookup(NS, 0, keys([1, 2, 3]))
+    assert codes.tolist() == [GetCode.MISS, GetCode.MISS, GetCode.HIT]
+    store.check()

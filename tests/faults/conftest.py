@@ -1,0 +1,67 @@
+"""Real daemons with an NVMe tier, in short private directories, killed at the end."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fault_forks import ForkedDaemon, Forker
+
+import kvtier
+from kvtier.testing.daemon_process import DaemonProcess
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    made = Forker()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A directory with a name short enough for a socket path, mode 0700."""
+    path = Path(tempfile.mkdtemp(prefix="kvt-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def make_daemon(base: Path, forker: Forker) -> Iterator[Callable[..., DaemonProcess]]:
+    """Makes a daemon that is not started yet, with its NVMe tier in `nv` beside its state, unless
+    a setting says otherwise. `name` gives it a directory of its own.
+    """
+    made: list[DaemonProcess] = []
+
+    def make(*settings: str, name: str = "", **options) -> DaemonProcess:
+        place = base / name if name else base
+        place.mkdir(mode=0o700, exist_ok=True)
+        settings = (f"nvme.paths={place / 'nv'}", "daemon.metrics_listen=127.0.0.1:0", *settings)
+        if options:
+            daemon = DaemonProcess(place, *settings, **options)
+        else:
+            daemon = ForkedDaemon(forker, place, *settings)
+        made.append(daemon)
+        return daemon
+
+    yield make
+    for daemon in made:
+        daemon.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., kvtier.client.Connection]]:
+    """Connections that are closed at the end."""
+    made = []
+
+    def open_one(daemon: DaemonProcess, *, deadline: float = 10.0):
+        connection = kvtier.connect(daemon.url, deadline=deadline)
+        made.append(connection)
+        return connection
+
+    yield open_one
+    for connection in made:
+        connection.close()

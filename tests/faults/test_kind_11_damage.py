@@ -1,0 +1,331 @@
+"""Kind 11, RESTART over damaged files of state: what is lost is named, what is left is served, and
+what cannot be read is refused, with nothing wiped.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+
+import msgpack
+import pytest
+import xxhash
+from fault_rig import (
+    GetCode,
+    Pages,
+    Saved,
+    disk_usage,
+    flip_bit,
+    records,
+    recovered,
+    refused,
+    tier_of,
+    warnings_of,
+)
+
+from kvtier.packing.checksum import header_sum
+from kvtier.tiers.nvme_journal import Delete, Mark, journal_paths, read_journal
+from kvtier.tiers.sealed_file import read_sealed, write_sealed
+
+HIT, MISS = GetCode.HIT, GetCode.MISS
+PAGES = Pages(5_000)
+COUNT = 120
+SETTINGS = ("nvme.bytes=8MiB", "nvme.checkpoint_s=3600")
+
+
+def opened(connect, daemon):
+    kv = connect(daemon)
+    return kv, kv.namespace(PAGES.layout)
+
+
+@pytest.fixture
+def daemon(make_daemon, connect):
+    """One that was killed over COUNT durable pages, of which those that 10 divides are deleted:
+    all of it in the journal, none in the checkpoint.
+    """
+    made = make_daemon(*SETTINGS).start()
+    kv, ns = opened(connect, made)
+    for at in range(0, COUNT, 12):
+        PAGES.put(ns, range(at, at + 12))
+    ns.delete(PAGES.keys(range(0, COUNT, 10)))
+    kv.close()
+    made.kill()
+    return made
+
+
+def expected(but: set[int] = frozenset()) -> list[GetCode]:
+    return [MISS if n % 10 == 0 or n in but else HIT for n in range(COUNT)]
+
+
+def check_served(connect, daemon, codes: list[GetCode], *, unsure: bool = False) -> str:
+    """It has what `codes` say, takes new pages, keeps them over a kill; its first warnings.
+
+    `unsure`: of misses the next start may find some in a segment that is used again.
+    """
+    kv, ns = opened(connect, daemon)
+    warnings = warnings_of(kv)
+    assert tier_of(kv).pages_sealed == codes.count(HIT)
+    assert PAGES.get(ns, range(COUNT)) == codes
+    PAGES.put(ns, range(COUNT, COUNT + 20))
+    kv.close()
+    daemon.kill()
+    daemon.start()
+    _, ns = opened(connect, daemon)
+    again = PAGES.get(ns, range(COUNT + 20))
+    kept = [
+        before if unsure and before is MISS else now
+        for before, now in zip(codes, again, strict=False)
+    ]
+    assert kept + again[COUNT:] == codes + [HIT] * 20
+    assert disk_usage(daemon.directory, daemon.base / "nv") <= 8 << 20
+    return warnings
+
+
+def newest_journal(daemon):
+    return max(journal_paths(daemon.directory).values())
+
+
+def frame_offsets(path) -> list[int]:
+    data, at, found = path.read_bytes(), 0, []
+    while (at := data.find(b"\x89KVTFRM\n", at)) >= 0:
+        found.append(at)
+        at += 1
+    return found
+
+
+def marked(path, daemon) -> dict[int, int]:
+    entries = read_journal(path).entries
+    return {entry.slab: entry.record_bytes for entry in entries if isinstance(entry, Mark)}
+
+
+# -- the journal -----------------------------------------------------------------------------------
+
+
+def test_a_torn_tail_is_dropped(daemon, connect):
+    journal = newest_journal(daemon)
+    (first, *_) = frame_offsets(journal)
+    with journal.open("ab") as file:
+        file.write(journal.read_bytes()[first : first + 40])
+    daemon.start()
+    assert (recovered(daemon)["torn_bytes"], recovered(daemon)["bad_frames"]) == (40, 0)
+    assert check_served(connect, daemon, expected()) == ""
+
+
+@pytest.mark.parametrize("left_bytes", [0, 10, 63])
+def test_a_journal_cut_short_loses_its_last_frame_alone(daemon, connect, left_bytes):
+    """More than a kill can do: what was synced is gone."""
+    journal = newest_journal(daemon)
+    assert isinstance(read_journal(journal).entries[-1], Delete)
+    os.truncate(journal, frame_offsets(journal)[-1] + left_bytes)
+    daemon.start()
+    assert recovered(daemon)["torn_bytes"] == left_bytes
+    check_served(connect, daemon, [HIT] * COUNT)
+
+
+def test_a_bad_frame_in_the_middle_costs_what_it_said(daemon, connect):
+    journal = newest_journal(daemon)
+    before = marked(journal, daemon)
+    flip_bit(journal, frame_offsets(journal)[1] + 34, 3)
+    (lost_slab,) = before.keys() - marked(journal, daemon).keys()
+    lost = {
+        record.header.key
+        for record in records(daemon.base / "nv")
+        if record.path.name == f"segment-{lost_slab:08d}"
+    }
+    lost_numbers = {n for n in range(COUNT) if PAGES.key(n) in lost}
+    assert lost_numbers
+    daemon.start()
+    assert recovered(daemon)["bad_frames"] == 1
+    warnings = check_served(connect, daemon, expected(lost_numbers), unsure=True)
+    assert "1 damaged entries of the journal were left out" in warnings
+
+
+def test_a_journal_that_is_missing(daemon, connect):
+    newest_journal(daemon).unlink()
+    daemon.start()
+    said = check_served(connect, daemon, [MISS] * COUNT)
+    assert "journal 1 is missing: no page of earlier boots is trusted" in said
+
+
+# -- the checkpoints -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_checkpoints(daemon, connect):
+    """Two checkpoints and a journal more, each of which knows of pages that the others do not."""
+    for at in (COUNT, COUNT + 20):
+        daemon.start()
+        kv, ns = opened(connect, daemon)
+        PAGES.put(ns, range(at, at + 20))
+        ns.delete(PAGES.keys(range(at, at + 20, 10)))
+        kv.close()
+        assert daemon.stop() == 0
+    daemon.start()
+    kv, ns = opened(connect, daemon)
+    PAGES.put(ns, range(COUNT + 40, COUNT + 60))
+    ns.delete(PAGES.keys(range(COUNT + 40, COUNT + 60, 10)))
+    kv.close()
+    daemon.kill()
+    return daemon
+
+
+def all_found(connect, daemon) -> str:
+    kv, ns = opened(connect, daemon)
+    codes = PAGES.get(ns, range(COUNT + 60))
+    assert codes == [MISS if n % 10 == 0 else HIT for n in range(COUNT + 60)]
+    return warnings_of(kv)
+
+
+def test_the_checkpoint_before_the_newest_is_enough(two_checkpoints, connect):
+    daemon, saved = two_checkpoints, Saved(two_checkpoints)
+    path = daemon.directory / "checkpoint"
+    size = path.stat().st_size
+    for damage in ("missing", "empty", "cut", "head", "body", "last byte"):
+        match damage:
+            case "missing":
+                path.unlink()
+            case "empty" | "cut":
+                os.truncate(path, 0 if damage == "empty" else size // 2)
+            case _:
+                flip_bit(path, {"head": 33, "body": size // 2, "last byte": size - 1}[damage], 5)
+        daemon.start()
+        warnings = all_found(connect, daemon)
+        assert "the checkpoint before the newest was used" in warnings
+        assert ("nvme: checkpoint: " in warnings) == (damage != "missing")
+        if damage == "last byte":
+            break
+        daemon.kill()
+        saved.put_back()
+    # The next checkpoint must not take the damaged one for the one to fall back to.
+    assert daemon.stop() == 0
+    flip_bit(path, 40, 1)
+    daemon.start()
+    all_found(connect, daemon)
+
+
+def test_both_checkpoints_damaged(two_checkpoints, connect):
+    daemon = two_checkpoints
+    for name in ("checkpoint", "checkpoint.old"):
+        flip_bit(daemon.directory / name, 200, 5)
+    daemon.start()
+    said = check_served(connect, daemon, [MISS] * COUNT)
+    assert "there is no whole checkpoint: no page of earlier boots is trusted" in said
+    assert "nvme: checkpoint: the sum of its body does not match" in said
+    assert "nvme: checkpoint.old: the sum of its body does not match" in said
+
+
+def test_a_file_that_cannot_be_read_is_not_given_up(two_checkpoints, connect):
+    """A directory in its place is an error of the system, as a bad block is."""
+    daemon = two_checkpoints
+    for name in ("checkpoint", newest_journal(daemon).name, "geometry"):
+        path, aside = daemon.directory / name, daemon.base / "aside"
+        path.rename(aside)
+        path.mkdir()
+        before = sorted(item.name for item in daemon.directory.iterdir())
+        said = refused(daemon)
+        assert f"{path} cannot be read: Is a directory" in said
+        assert sorted(item.name for item in daemon.directory.iterdir()) == before
+        path.rmdir()
+        aside.rename(path)
+    daemon.start()
+    all_found(connect, daemon)
+
+
+# -- versions to come ------------------------------------------------------------------------------
+
+
+def with_version(path, version: int) -> None:
+    """As a later build may write it: a sound head of another version."""
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, 8, version)
+    head_bytes = struct.unpack_from("<I", data, 12)[0]
+    struct.pack_into(
+        "<Q", data, head_bytes - 8, xxhash.xxh3_64_intdigest(bytes(data[: head_bytes - 8]))
+    )
+    path.write_bytes(data)
+
+
+def later(daemon, name: str) -> None:
+    """Makes one file of the daemon that of a version to come."""
+    state = daemon.directory
+    if name == "format":
+        write_sealed(state / "format", b"format", (9).to_bytes(4, "little"))
+    elif name in ("geometry", "device"):
+        path, kind = (
+            (state / "geometry", b"geom")
+            if name == "geometry"
+            else (daemon.base / "nv" / "device", b"device")
+        )
+        document = msgpack.unpackb(read_sealed(path, kind))
+        write_sealed(path, kind, msgpack.packb(document | {"version": 9}))
+    elif name == "checkpoint":
+        with_version(state / "checkpoint", 9)
+    elif name == "journal":
+        with_version(newest_journal(daemon), 9)
+
+
+def test_a_version_to_come_is_refused_and_can_be_given_up(daemon, connect):
+    places = (daemon.directory, daemon.base / "nv")
+    for name in ("format", "geometry", "device", "checkpoint", "journal"):
+        kept = {
+            path: path.read_bytes()
+            for place in places
+            for path in place.iterdir()
+            if not path.name.startswith(("segment", "lock"))
+        }
+        later(daemon, name)
+        said = refused(daemon)
+        assert "version 9" in said, name
+        assert "--discard-cache" in said, name
+        for path, data in kept.items():
+            path.write_bytes(data)
+    daemon.start()
+    assert check_served(connect, daemon, expected()) == ""
+    daemon.kill()
+    for name in ("format", "geometry", "device", "checkpoint", "journal"):
+        later(daemon, name)
+        daemon.start("--discard-cache")
+        kv, ns = opened(connect, daemon)
+        assert PAGES.get(ns, range(30)) == [MISS] * 30
+        PAGES.put(ns, range(30))
+        kv.close()
+        daemon.kill()
+    daemon.start()
+    _, ns = opened(connect, daemon)
+    assert PAGES.get(ns, range(30)) == [HIT] * 30
+
+
+def test_a_segment_of_a_version_to_come_is_not_read(daemon, connect):
+    path = min((daemon.base / "nv").glob("segment-*"))
+    block = bytearray(path.read_bytes()[:4096])
+    struct.pack_into("<I", block, 8, 9)
+    struct.pack_into("<Q", block, 4088, header_sum(memoryview(block)[:4088]))
+    lost = {record.header.key for record in records(daemon.base / "nv") if record.path == path}
+    with path.open("r+b") as file:
+        file.write(block)
+    daemon.start()
+    kv, ns = opened(connect, daemon)
+    assert f"{path.name}: it has version 9" in warnings_of(kv)
+    lost_numbers = {n for n in range(COUNT) if PAGES.key(n) in lost}
+    assert PAGES.get(ns, range(COUNT)) == expected(lost_numbers)
+    kv.close()
+    daemon.kill()
+    daemon.start("--discard-cache")
+    kv, ns = opened(connect, daemon)
+    assert warnings_of(kv) == ""
+    PAGES.put(ns, range(10))
+
+
+def test_a_damaged_identity_or_geometry_names_the_way_out(daemon, connect):
+    for path in (daemon.directory / "geometry", daemon.base / "nv" / "device"):
+        whole = path.read_bytes()
+        flip_bit(path, len(whole) - 3, 1)
+        said = refused(daemon)
+        assert f"{path} is damaged" in said
+        assert "remedy: " in said
+        path.write_bytes(whole)
+    began = time.monotonic()
+    daemon.start()
+    assert time.monotonic() - began < 5
+    check_served(connect, daemon, expected())

@@ -1,0 +1,281 @@
+"""One life of a simulated daemon: the real store, arena, registry, mover, tiering and durability
+over a disk and devices that outlive it, and a start by the real recovery."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.config_storage import NvmeConfig, WritePolicy
+from kvtier.core.budget import WriteBudget
+from kvtier.core.generations import Generations
+from kvtier.core.namespaces import Family
+from kvtier.core.page import Codec, Tier
+from kvtier.core.slabs import SlabAllocator
+from kvtier.core.snapshots import Copies
+from kvtier.core.store import Store, StoreConfig
+from kvtier.daemon.durability import Durability
+from kvtier.daemon.registry import Registry
+from kvtier.daemon.tiering import Tiering
+from kvtier.packing.record import HEADER_BYTES
+from kvtier.testing.faulty_tier import Fault
+from kvtier.tiers.base import TierDevice
+from kvtier.tiers.host import HostArena
+from kvtier.tiers.nvme_geometry import slab_number
+from kvtier.tiers.nvme_recovery import Recovered, recover
+from kvtier.transfer.mover import Mover
+from kvtier.transfer.place import Identity, check
+from tests.sim.oracle import Oracle, Space
+from tests.sim.scheduler import Scheduler
+from tests.sim.sim_disk import DIRECTORY_ID, BootFiles, StateDisk
+from tests.sim.sim_nvme import SEGMENT_BYTES, Chances, SimDevice, SimLower
+
+__all__ = ["SLAB", "SLABS", "Boot", "Machine", "Nvme", "Setting"]
+
+#: Of host memory.
+SLAB = 64 * 1024
+SLABS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a seed has to do with."""
+
+    has_nvme: bool
+    segments_max: tuple[int, ...]  # of each device
+    is_roomy: bool  # on NVMe nothing has to give way
+    policy: WritePolicy
+    streams: int  # pages that the devices are given at once
+    faults: tuple[Fault, ...]
+    chances: Chances
+    refusing: float  # the chance of a write of journal or checkpoint to fail
+    ending: float  # the chance that a step ends the boot
+    reads_faults: bool  # a recovery may meet read errors
+
+
+@dataclass(slots=True)
+class Machine:
+    """What outlives a boot."""
+
+    setting: Setting
+    disk: StateDisk
+    device: SimDevice
+    directory: Path
+    boots: int = 0
+
+
+@dataclass(slots=True)
+class Nvme:
+    """The parts of a boot that only a daemon with an NVMe tier has."""
+
+    files: BootFiles
+    durability: Durability
+    lower: SimLower
+    mover: Mover
+    tiering: Tiering
+
+
+class SimRegistry(Registry):
+    """Names a namespace number until its end is durable: only then nothing of it can come back."""
+
+    def __init__(self, disk: StateDisk, store: Store) -> None:
+        self._names: dict[int, tuple[bytes, int]] = {}
+        super().__init__(disk, store, namespaces_max=64)  # type: ignore[arg-type]
+
+    def lasting_name_of(self, number: int) -> tuple[bytes, int] | None:
+        return self._names.get(number)
+
+    def _register(self, family: Family) -> None:
+        self._names[family.number] = family.identity.fingerprint, family.generation
+        super()._register(family)
+
+    def _end(self, number: int) -> None:
+        super()._end(number)
+        del self._names[number]
+
+
+class Boot:
+    """Made, then `start`ed; the arena is closed by the owner."""
+
+    def __init__(self, machine: Machine, oracle: Oracle, rng: random.Random) -> None:
+        machine.boots += 1
+        setting = machine.setting
+        self.machine = machine
+        self.oracle = oracle
+        self.scheduler = Scheduler(rng)
+        self.arena = HostArena(SLAB * SLABS, slab_bytes=SLAB, huge_pages=False, poison=True)
+        self.slabs_waiting = list(range(SLABS))
+        tiers = {Tier.HOST: SlabAllocator(slab_bytes=SLAB, numbers=range(SLABS))}
+        pages_max = 64
+        if setting.has_nvme:
+            numbers = [
+                slab_number(device, local)
+                for device, count in enumerate(setting.segments_max)
+                for local in range(count)
+            ]
+            tiers[Tier.NVME] = SlabAllocator(slab_bytes=SEGMENT_BYTES, numbers=numbers)
+            # Where there is little room, the table is too small too.
+            pages_max = 8 * len(numbers) + (64 if setting.is_roomy else 24)
+        disk = machine.disk
+        self.store = Store(
+            StoreConfig(
+                boot_id=(oracle.seed + 1) * 1000 + machine.boots,
+                pages_max=pages_max,
+                seed=oracle.seed,
+            ),
+            tiers=tiers,
+            generations=Generations(disk.generation_bound, disk.journal_generations),
+        )
+        self._count_evictions()
+        self.registry = SimRegistry(disk, self.store)
+        self.nvme = self._nvme(rng) if setting.has_nvme else None
+
+    async def start(self, began: Callable[[Recovered], None]) -> None:
+        """Brings back what is on NVMe; `began` is called when it can be found."""
+        if self.nvme is None:
+            return
+        recovered = self._recovered()
+        self._load(recovered)
+        began(recovered)
+        self.nvme.files.failing = 0.0  # a daemon that cannot begin a journal does not start
+        await self.nvme.durability.begin(
+            recovered.next_number, has_base=recovered.base_number is not None
+        )
+        self.nvme.files.failing = self.machine.setting.refusing
+
+    @property
+    def has_broken_journal(self) -> bool:
+        """A daemon makes a checkpoint then, to go on with a new one."""
+        journal = self.nvme.durability._journal if self.nvme is not None else None
+        return journal is not None and journal.failed
+
+    def found_on_nvme(self) -> dict[tuple[Space, bytes], bytes | None]:
+        """The payload of every page there, None for one that does not pass."""
+        assert self.nvme is not None
+        found: dict[tuple[Space, bytes], bytes | None] = {}
+        for row in self.store.sealed_rows(Tier.NVME).tolist():
+            held = self.store.acquire_row(row)
+            assert held is not None
+            reading, namespace, shard, key = held
+            with reading:
+                space = self.oracle.space_of(namespace, shard)
+                record = bytearray(HEADER_BYTES + reading.length)
+                self.machine.device.faulty.inner.read(reading.ref.slot, 0, record)
+                identity: Identity = space.place
+                copy = check(memoryview(record), identity, reading, key, check_payload=True)
+            found[space, key] = None if copy is None else bytes(copy.payload)
+        return found
+
+    def sealed_on_nvme(self) -> dict[tuple[Space, bytes], int]:
+        """The generation of every page that can be found there now."""
+        table = self.store._table
+        sealed = {}
+        for row in self.store.sealed_rows(Tier.NVME).tolist():
+            if self.registry.name_of(table.namespace[row]) is not None:
+                space = self.oracle.space_of(table.namespace[row], table.shard[row])
+                sealed[space, table.key(row)] = table.generation[row]
+        return sealed
+
+    def withdrawn(self) -> None:
+        """A device has gone: what was only there need not be found in this boot."""
+        sealed = self.sealed_on_nvme()
+        for space in self.oracle.every:
+            for key in list(space.must):
+                if (space, key) not in sealed:
+                    del space.must[key]
+            for key in space.live:
+                space.disturbed[key] += 1
+
+    # -- making it -------------------------------------------------------------------------------
+
+    def _nvme(self, rng: random.Random) -> Nvme:
+        machine, setting = self.machine, self.machine.setting
+        files = BootFiles(machine.disk, self.scheduler, rng, failing=setting.refusing)
+        durability = Durability(
+            files,
+            self.store,
+            name_of=self.registry.lasting_name_of,
+            segment_bytes=SEGMENT_BYTES,
+            journal_bytes_max=1 << 20,
+        )
+        lower = SimLower(
+            self.store,
+            durability,
+            machine.device,
+            self.scheduler,
+            rng,
+            disk=machine.disk,
+            segments_max=setting.segments_max,
+            chances=setting.chances,
+            hurt=self.oracle.hurt,
+            withdrawn=self.withdrawn,
+        )
+        machine.device.faulty._sleep = lower.slow_down
+        mover = Mover(self.store, self.arena, lower, codec=Codec.RAW)  # type: ignore[arg-type]
+        tiering = Tiering(
+            self.store,
+            mover,
+            NvmeConfig(queue_pages_max=12, io_threads=2, write_policy=setting.policy),
+            subject_of=self.registry.subject_of,
+            budget=WriteBudget(0, 0.0),
+            streams=setting.streams,
+        )
+        return Nvme(files, durability, lower, mover, tiering)
+
+    def _count_evictions(self) -> None:
+        """The oracle hears of every page that gives way."""
+        placement, table = self.store._placement, self.store._table
+        counted = placement._count_eviction
+
+        def count(row: int) -> None:
+            self.oracle.evicted(
+                Tier(table.tier[row]), table.namespace[row], table.shard[row], table.key(row)
+            )
+            counted(row)
+
+        placement._count_eviction = count  # type: ignore[method-assign]
+
+    # -- recovery --------------------------------------------------------------------------------
+
+    def _recovered(self) -> Recovered:
+        machine = self.machine
+        machine.disk.write_to(machine.directory)
+        device = machine.device.faulty
+        tier: TierDevice = device if machine.setting.reads_faults else device.inner
+        return recover(
+            machine.directory,
+            directory_id=DIRECTORY_ID,
+            tier=tier,
+            slabs=machine.disk.segments,
+            segment_bytes=SEGMENT_BYTES,
+            generations={f.identity.fingerprint: f.generation for f in self.registry.families()},
+            threads=1,
+        )
+
+    def _load(self, recovered: Recovered) -> None:
+        assert self.nvme is not None
+        assert recovered.last_generation <= self.machine.disk.generation_bound, "a spent generation"
+        self.nvme.lower.adopt(sorted(self.machine.disk.segments))
+        numbers = {
+            (family.identity.fingerprint, family.generation): family.number
+            for family in self.registry.families()
+        }
+        of_family = np.array([numbers[name] for name in recovered.families], np.uint32)
+        pages = recovered.pages
+        copies = Copies(
+            namespace=of_family[pages.family],
+            shard=pages.shard,
+            key=pages.key,
+            generation=pages.generation,
+            slot=pages.slot,
+            length=pages.length,
+            codec=pages.codec,
+            lossy=pages.lossy,
+            parent=pages.parent,
+        )
+        loaded = self.store.snapshots.load(Tier.NVME, recovered.classes, copies)
+        assert loaded == len(pages), f"only {loaded} of {len(pages)} pages were taken over"

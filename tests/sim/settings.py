@@ -1,0 +1,57 @@
+"""What a seed has to do with: tiers with much or little room, devices that fail or do not, how
+often boots end."""
+
+from __future__ import annotations
+
+import random
+
+from kvtier.config_storage import WritePolicy
+from kvtier.testing.faulty_tier import Fault, FaultKind
+from kvtier.tiers.base import TierOperation
+from tests.sim.boot import Setting
+from tests.sim.sim_nvme import Chances
+
+__all__ = ["draw_setting"]
+
+READ, WRITE, SYNC = TierOperation.READ, TierOperation.WRITE, TierOperation.SYNC
+#: (kind, operation, probability a call)
+_FAULTS = (
+    (FaultKind.EIO, WRITE, 0.01),
+    (FaultKind.SHORT, WRITE, 0.01),
+    (FaultKind.TORN, WRITE, 0.01),
+    (FaultKind.FLIP, WRITE, 0.01),
+    (FaultKind.LATE, WRITE, 0.01),
+    (FaultKind.DUPLICATE, WRITE, 0.01),
+    (FaultKind.SLOW, WRITE, 0.03),
+    (FaultKind.EIO, READ, 0.01),
+    (FaultKind.SHORT, READ, 0.01),
+    (FaultKind.FLIP, READ, 0.02),
+    (FaultKind.SLOW, READ, 0.03),
+    (FaultKind.EIO, SYNC, 0.02),
+    (FaultKind.SLOW, SYNC, 0.1),
+)
+
+
+def draw_setting(rng: random.Random) -> Setting:
+    is_roomy = rng.random() < 0.5
+    devices = rng.randint(1, 2)
+    harm = rng.choice(("none", "devices", "everything"))
+    return Setting(
+        has_nvme=rng.random() < 0.85,
+        segments_max=(48 if is_roomy else rng.randint(2, 4),) * devices,
+        is_roomy=is_roomy,
+        policy=rng.choice((WritePolicy.BACK, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
+        streams=rng.choice((1, 4)),
+        faults=()
+        if harm == "none"
+        else tuple(
+            Fault(kind=kind, operation=operation, probability=probability)
+            for kind, operation, probability in _FAULTS
+        ),
+        chances=Chances()
+        if harm == "none"
+        else Chances(timeout=0.004, no_room=0.1),
+        refusing=0.02 if harm == "everything" else 0.0,
+        ending=rng.choice((0.002, 0.005, 0.01)),
+        reads_faults=harm == "everything" and rng.random() < 0.2,
+    )

@@ -1,0 +1,428 @@
+"""The devices of a simulated NVMe tier: jobs that end in any order, sometimes too late or never well.
+
+`SimLower` is the mover's Lower over one FaultyTier, with the same manners as daemon/devices.py: a
+device that does not answer goes offline with its pages, and comes back empty. What an injected
+fault did to the bytes of a page is told to `hurt`, so that the oracle knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from kvtier.core.lifecycle import State
+from kvtier.core.page import Tier
+from kvtier.core.store import Store
+from kvtier.daemon.durability import Durability
+from kvtier.errors import Busy, DirectoryError, TierIOError
+from kvtier.testing.faulty_tier import FaultKind, FaultyTier
+from kvtier.tiers.base import SLOT_BYTES, Buffer, TierOperation, flat_bytes, tier_io_error
+from kvtier.tiers.io_pool import IoClass
+from kvtier.tiers.nvme_geometry import slab_number, split_slab
+from tests.sim.scheduler import Scheduler
+from tests.sim.sim_disk import StateDisk
+
+__all__ = ["SEGMENT_BYTES", "SimDevice", "SimJob", "SimLower"]
+
+SEGMENT_BYTES = 64 << 10
+UNITS = SEGMENT_BYTES // SLOT_BYTES
+_QUEUE_MAX = 16
+_FAILURES_MAX = 4
+#: Faults after which the bytes of a page are not what was written, or do not read as they are.
+_HURTING = frozenset((FaultKind.FLIP, FaultKind.TORN))
+
+T = TypeVar("T")
+#: (namespace number, shard, key)
+Name = tuple[int, int, bytes]
+
+
+class SimDevice:
+    """A FaultyTier that knows when the machine is going down: then only parts of a write arrive."""
+
+    def __init__(self, faulty: FaultyTier, rng: random.Random) -> None:
+        self.faulty = faulty
+        self.is_ending = False
+        self._rng = rng
+
+    @property
+    def tier(self) -> Tier:
+        return self.faulty.tier
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.faulty.capacity_bytes
+
+    def write(self, slot: int, parts: Sequence[Buffer], offset: int = 0) -> None:
+        if not self.is_ending:
+            self.faulty.write(slot, parts, offset)
+            return
+        data = b"".join(flat_bytes(part) for part in parts)
+        for at in range(0, len(data), SLOT_BYTES):
+            if self._rng.random() < 0.5:
+                self.faulty.inner.write(slot, [data[at : at + SLOT_BYTES]], offset + at)
+
+    def read(self, slot: int, offset: int, into: Buffer) -> None:
+        if self.is_ending:
+            raise _error(errno.EIO, slot)
+        self.faulty.read(slot, offset, into)
+
+    def sync(self) -> None:
+        self.faulty.sync()
+
+    def close(self) -> None:
+        self.faulty.close()
+
+
+class Phase(Enum):
+    WAITING = auto()
+    STARTED = auto()
+    ENDED = auto()
+
+
+class SimJob(Generic[T]):
+    """See io_pool.IoJob. Each step of its way is an event: it starts, it is done, it tells."""
+
+    def __init__(self, lower: SimLower, slot: int, work: Callable[[], T]) -> None:
+        self.slot = slot
+        self.phase = Phase.WAITING
+        self._lower = lower
+        self._work: Callable[[], T] | None = work
+        self._value: T | None = None
+        self._error: TierIOError | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+        self._callbacks: list[Callable[[], None]] = []
+        self._next = self._start
+        self.event = lower.scheduler.add(self._go_on)
+
+    @property
+    def done(self) -> bool:
+        return self.phase is Phase.ENDED
+
+    @property
+    def is_waited_for(self) -> bool:
+        return bool(self._waiters)
+
+    async def wait(self, timeout_s: float | None) -> T:
+        if not self.done:
+            waiter = self._lower.scheduler.loop.create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+        if not self.done:
+            raise TimeoutError(f"an I/O job has not ended within {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def cancel(self) -> bool:
+        if self.phase is not Phase.WAITING:
+            return False
+        self.drop(errno.ECANCELED)
+        return True
+
+    def add_done(self, callback: Callable[[], None]) -> None:
+        if self.done:
+            self._lower.scheduler.loop.call_soon(callback)
+        else:
+            self._callbacks.append(callback)
+
+    def drop(self, number: int) -> None:
+        """It never starts."""
+        self._lower.scheduler.discard(self.event)
+        self._error = _error(number, self.slot)
+        self._end()
+
+    def tear(self) -> None:
+        """The machine goes down while it runs."""
+        if self.phase is Phase.STARTED and self._work is not None:
+            self._try(self._work)
+
+    def _go_on(self) -> None:
+        if self._waiters and self._lower.is_timeout():
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                _tell(waiter)
+            # Nobody waits any more, and it takes its time.
+            self.event = self._lower.scheduler.add(self._go_on, late=True)
+        else:
+            self._next()
+
+    def _start(self) -> None:
+        self.phase = Phase.STARTED
+        self._then(self._run)
+
+    def _run(self) -> None:
+        assert self._work is not None
+        with self._lower.watching(self.slot):
+            self._try(self._work)
+        self._work = None
+        self._then(self._end)
+
+    def _try(self, work: Callable[[], T]) -> None:
+        try:
+            self._value = work()
+        except TierIOError as error:
+            self._error = error
+
+    def _then(self, step: Callable[[], None]) -> None:
+        self._next = step
+        self.event = self._lower.scheduler.add(self._go_on, late=self._lower.take_slow())
+
+    def _end(self) -> None:
+        self.phase = Phase.ENDED
+        self._work = None
+        self._lower.ended(self)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            _tell(waiter)
+        for callback in self._callbacks:
+            self._lower.scheduler.loop.call_soon(callback)
+        self._callbacks = []
+
+
+@dataclass(slots=True)
+class Health:
+    segments_max: int
+    online: bool = True
+    failures: int = 0
+    has_no_room: bool = False
+    segments: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chances:
+    """How often what happens to the devices, each a probability."""
+
+    timeout: float = 0.0  # a step of a job takes too long
+    no_room: float = 0.0  # a segment cannot be made
+
+
+class SimLower:
+    """kvtier.transfer.mover.Lower of one boot."""
+
+    timeout_s = 1.0
+    segment_bytes = SEGMENT_BYTES
+
+    def __init__(
+        self,
+        store: Store,
+        durability: Durability,
+        device: SimDevice,
+        scheduler: Scheduler,
+        rng: random.Random,
+        *,
+        disk: StateDisk,
+        segments_max: Sequence[int],
+        chances: Chances,
+        hurt: Callable[[Name], None],
+        withdrawn: Callable[[], None],
+    ) -> None:
+        self.tier = device
+        self.scheduler = scheduler
+        self.jobs: list[SimJob[Any]] = []
+        self.health = [Health(segments_max=count) for count in segments_max]
+        self.timeouts = 0
+        self.offline_times = 0
+        self.forgotten: Counter[bool] = Counter()
+        self._store = store
+        self._durability = durability
+        self._rng = rng
+        self._disk = disk
+        self.chances = chances
+        self._hurt = hurt
+        self._withdrawn = withdrawn
+        self._growing = asyncio.Lock()
+        self._is_slow = False
+
+    # -- Lower -----------------------------------------------------------------------------------
+
+    def submit(self, io_class: IoClass, slot: int, work: Callable[[], T]) -> SimJob[T]:
+        waiting = sum(job.phase is Phase.WAITING for job in self.jobs)
+        if not self.health[_device(slot)].online or waiting >= _QUEUE_MAX:
+            raise Busy(f"{waiting} jobs wait", remedy="try again later")
+        job = SimJob(self, slot, work)
+        self.jobs.append(job)
+        return job
+
+    def report(self, slot: int, error: TierIOError | TimeoutError | None) -> None:
+        health = self.health[_device(slot)]
+        if error is None:
+            health.failures = 0
+            return
+        health.failures += 1
+        if isinstance(error, TimeoutError) or health.failures >= _FAILURES_MAX:
+            self.take_offline(_device(slot))
+
+    async def grow(self, record_bytes: int) -> None:
+        async with self._growing:
+            while not self._store.room.has_free(Tier.NVME, record_bytes):
+                number = self._next_to_grow()
+                if number is None:
+                    return
+                await self._add_segment(number)
+
+    async def prepare(self, slot: int, record_bytes: int) -> None:
+        await self._durability.mark(slot // UNITS, record_bytes)
+
+    async def forget(self, generation: int) -> None:
+        try:
+            await self._durability.forget([generation])
+        except DirectoryError:
+            self.forgotten[False] += 1
+        else:
+            self.forgotten[True] += 1
+
+    # -- what a daemon does with its devices -----------------------------------------------------
+
+    def adopt(self, slabs: Sequence[int]) -> None:
+        """The segments that a start finds."""
+        for slab in slabs:
+            number, local = split_slab(slab)
+            self.health[number].segments.add(local)
+            self._store.room.grant(Tier.NVME, slab)
+
+    async def sync(self, done: Callable[[], None]) -> None:
+        """`done` is called in the moment that everything written is safe."""
+
+        def sync() -> None:
+            self.tier.sync()
+            done()
+
+        for number, health in enumerate(self.health):
+            if health.online:
+                try:
+                    await self.submit(IoClass.DEMOTE, slab_number(number, 0) * UNITS, sync).wait(1)
+                except Busy:
+                    return
+                except (TierIOError, TimeoutError):
+                    self.take_offline(number)
+
+    def take_offline(self, number: int) -> None:
+        health = self.health[number]
+        if health.online:
+            health.online = False
+            self.offline_times += 1
+            for local in sorted(health.segments):
+                self._store.room.withdraw(Tier.NVME, slab_number(number, local))
+            health.segments.clear()
+            self._withdrawn()
+
+    def retry(self) -> None:
+        """Devices come back, and have room again."""
+        for number, health in enumerate(self.health):
+            health.has_no_room = False
+            if not health.online:
+                for job in [job for job in self.jobs if _device(job.slot) == number]:
+                    if job.phase is Phase.WAITING:
+                        job.drop(errno.EBADF)
+                health.online, health.failures = True, 0
+
+    def _next_to_grow(self) -> int | None:
+        able = [
+            number
+            for number, health in enumerate(self.health)
+            if health.online
+            and not health.has_no_room
+            and len(health.segments) < health.segments_max
+        ]
+        return min(able, key=lambda number: len(self.health[number].segments), default=None)
+
+    async def _add_segment(self, number: int) -> None:
+        health = self.health[number]
+        local = next(n for n in range(health.segments_max) if n not in health.segments)
+        slab = slab_number(number, local)
+        if not self._store.room.can_grant(Tier.NVME, slab):
+            health.has_no_room = True  # something in it is still being read from before
+            return
+        await self.scheduler.pause()
+        if self._rng.random() < self.chances.no_room:
+            health.has_no_room = True
+        else:
+            self._disk.segments.add(slab)
+            await self.scheduler.pause()
+            if health.online:
+                health.segments.add(local)
+                self._store.room.grant(Tier.NVME, slab)
+
+    # -- for the jobs ----------------------------------------------------------------------------
+
+    def is_timeout(self) -> bool:
+        is_it = self._rng.random() < self.chances.timeout
+        self.timeouts += is_it
+        return is_it
+
+    def take_slow(self) -> bool:
+        is_slow, self._is_slow = self._is_slow, False
+        return is_slow
+
+    def slow_down(self, _seconds: float) -> None:
+        """The clock of the FaultyTier: its SLOW makes the rest of a job late."""
+        self._is_slow = True
+
+    def ended(self, job: SimJob[Any]) -> None:
+        if job in self.jobs:
+            self.jobs.remove(job)
+
+    def watching(self, slot: int) -> _Watching:
+        """Around the work on a slot: its page is hurt if a fault is injected."""
+        return _Watching(self.tier.faulty, partial(self._hurt_at, slot, 1))
+
+    def land(self) -> None:
+        """Writes that were delayed reach the device, whosever their slots are by now."""
+        faulty = self.tier.faulty
+        for slot, data, _ in faulty._delayed:
+            self._hurt_at(slot, len(data) // SLOT_BYTES)
+        faulty.land()
+
+    def _hurt_at(self, slot: int, units: int) -> None:
+        for name in self._owners(slot, units):
+            self._hurt(name)
+
+    def _owners(self, slot: int, units: int) -> Iterator[Name]:
+        """The pages that have, or are being given, these slots."""
+        table = self._store._table
+        first = table.live("slot").astype(np.int64)
+        after = first + (table.live("record") // SLOT_BYTES).astype(np.int64)
+        is_there = (table.live("tier") == Tier.NVME) & (table.live("state") != State.FREE)
+        for row in np.flatnonzero(is_there & (first < slot + units) & (slot < after)).tolist():
+            yield table.namespace[row], table.shard[row], table.key(row)
+
+
+class _Watching:
+    def __init__(self, faulty: FaultyTier, hurt: Callable[[], None]) -> None:
+        self._faulty = faulty
+        self._hurt = hurt
+        self._before = len(faulty.injected)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        if any(found.kind in _HURTING for found in self._faulty.injected[self._before :]):
+            self._hurt()
+
+
+def _device(slot: int) -> int:
+    return split_slab(slot // UNITS)[0]
+
+
+def _tell(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _error(number: int, slot: int) -> TierIOError:
+    cause = OSError(number, "simulated")
+    return tier_io_error(Tier.NVME, TierOperation.WRITE, cause, slot=slot)

@@ -1,0 +1,184 @@
+"""Proof that the simulation sees what it is there to see: with a fault planted in the product, some
+seed of a few fails, and says which one it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from kvtier.core.handles import Filling, Reading
+from kvtier.core.movement import Movement, Step
+from kvtier.core.moves import Moves
+from kvtier.core.page import GetCode
+from kvtier.core.quarantine import Quarantine
+from kvtier.core.residents import Residents
+from kvtier.core.store import Store
+from kvtier.daemon.durability import Durability
+from kvtier.transfer import mover as mover_module
+from kvtier.transfer import outlet as outlet_module
+from kvtier.transfer.intake import Intake
+from kvtier.transfer.place import Place
+from tests.sim.oracle import Broken
+from tests.sim.sim_disk import StateDisk
+from tests.sim.world import World
+
+STEPS = 1200
+
+
+def first_failure(seeds: Iterable[int]) -> str:
+    """The message of the first seed that fails."""
+    for seed in seeds:
+        try:
+            World(seed).run(STEPS)
+        except Broken as error:
+            assert f"seed {seed}:" in str(error)
+            return f"{type(error).__name__} {error}"
+    raise AssertionError("no seed has found the planted fault")
+
+
+def failures(seeds: Iterable[int], *, of: str) -> None:
+    """One of the seeds finds the fault, and says what it is."""
+    found = []
+    for seed in seeds:
+        try:
+            World(seed).run(STEPS)
+        except Broken as error:
+            assert f"seed {seed}:" in str(error)
+            found.append(f"{type(error).__name__} {error}")
+            if of in found[-1]:
+                return
+    raise AssertionError(f"none of {found} tells of {of!r}")
+
+
+# -- pages in host memory ------------------------------------------------------------------------
+
+
+def test_an_unverified_put_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Intake._check
+    verified = Place.payload_ok
+
+    def trusting(self: Intake, meta, payload):
+        Place.payload_ok = lambda *_: True
+        try:
+            return original(self, meta, payload)
+        finally:
+            Place.payload_ok = verified
+
+    monkeypatch.setattr(Intake, "_check", trusting)
+    monkeypatch.setattr(Place, "payload_ok", verified)
+    failures(range(30), of="WrongByte")
+
+
+def test_a_lease_given_back_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = outlet_module.load
+
+    def hasty(arena, identity, reading, key, *, check_payload):
+        loaded = original(arena, identity, reading, key, check_payload=check_payload)
+        reading.release()
+        return loaded
+
+    monkeypatch.setattr(outlet_module, "load", hasty)
+    first_failure(range(30))
+
+
+def test_a_slot_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Filling, "abandon", lambda self: None)
+    failures(range(20), of="still being filled")
+
+
+def test_a_slot_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Residents._give_back
+    calls = iter(range(1, 1_000_000))
+
+    def doubly(self: Residents, row: int) -> None:
+        tier = next(iter(self.allocators))
+        slot = self.table.slot[row]
+        original(self, row)
+        if next(calls) % 50 == 0:
+            self.allocators[tier].free(slot)
+
+    monkeypatch.setattr(Residents, "_give_back", doubly)
+    first_failure(range(10))
+
+
+def test_a_get_that_misses_what_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Store.acquire
+    calls = iter(range(1, 1_000_000))
+
+    def forgetful(self: Store, namespace, shard, keys, **how):
+        outcomes = original(self, namespace, shard, keys, **how)
+        if next(calls) % 2:
+            return outcomes
+        for outcome in outcomes:
+            if isinstance(outcome, Reading):
+                outcome.release()
+        return [GetCode.MISS] * len(outcomes)
+
+    monkeypatch.setattr(Store, "acquire", forgetful)
+    failures(range(10), of="missed what was there")
+
+
+def test_a_quarantine_that_is_never_drained_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Quarantine, "trim", lambda self, tier: None)
+    failures(range(20), of="over its cap")
+
+
+# -- pages on their way to and from NVMe ---------------------------------------------------------
+
+
+def test_a_demotion_of_a_page_that_was_deleted_meanwhile_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Moves, "is_lost", lambda self, target: False)
+    failures(range(60), of="deleted")
+
+
+def test_an_unverified_promotion_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = mover_module.check
+
+    def trusting(record, identity, reading, key, *, check_payload):
+        return original(record, identity, reading, key, check_payload=False)
+
+    monkeypatch.setattr(mover_module, "check", trusting)
+    failures(range(60), of="a sum failed without damage")
+
+
+def test_a_slot_reused_while_a_late_write_is_under_way_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def give_back(self: Movement) -> None:
+        self._step(Step.STRAND)
+        self.target.abandon()
+
+    monkeypatch.setattr(Movement, "strand", give_back)
+    first_failure(range(60))
+
+
+# -- what a restart has to find, and what not ----------------------------------------------------
+
+
+async def nothing(self, *_: object, **__: object) -> None:
+    """In place of a method that journals."""
+
+
+def test_a_delete_that_is_not_journalled_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Durability, "journal", nothing)
+    failures(range(60), of="came back")
+
+
+def test_a_checkpoint_that_loses_copies_in_flight_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Moves, "under_way", lambda self: [])
+    failures(range(60), of="did not come back")
+
+
+def test_a_segment_that_is_not_marked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Durability, "mark", nothing)
+    failures(range(30), of="did not come back")
+
+
+def test_a_bump_that_is_not_saved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateDisk, "save_namespaces", lambda self, state: None)
+    failures(range(30), of="is back")
