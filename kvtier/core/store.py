@@ -3,8 +3,8 @@ edits alone.
 
 Bytes are moved outside the lock by whoever holds a Filling or a Reading. No lock but this one is
 taken in core, and the only call out of it is the generation journal (once in 2**20 reservations).
-Every public method is safe from any thread; batches are atomic against each other. `pins` and
-`watching` are parts of the store under the same lock.
+Every public method is safe from any thread; batches are atomic against each other. `pins`,
+`watching`, `room`, `survey` and `snapshots` are parts of the store under the same lock.
 
 Time is an argument (monotonic seconds); nothing here reads a clock.
 """
@@ -12,7 +12,7 @@ Time is an argument (monotonic seconds); nothing here reads a clock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,18 +22,10 @@ from kvtier.core.events import EventKind, EventLog
 from kvtier.core.generations import Generations
 from kvtier.core.handles import Filling, Reading
 from kvtier.core.index import Index
-from kvtier.core.ledger import LedgerError, TierCounts
+from kvtier.core.ledger import TierCounts
 from kvtier.core.lifecycle import State
 from kvtier.core.moves import Moves
-from kvtier.core.page import (
-    Codec,
-    DeleteCode,
-    GetCode,
-    PageMeta,
-    PageRef,
-    PutCode,
-    Tier,
-)
+from kvtier.core.page import Codec, DeleteCode, GetCode, PageMeta, PageRef, PutCode, Tier
 from kvtier.core.pins import Pins
 from kvtier.core.placement import Placement
 from kvtier.core.policy.base import Policy
@@ -42,6 +34,7 @@ from kvtier.core.residents import Residents
 from kvtier.core.room import Room
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.snapshots import Snapshots
+from kvtier.core.survey import Survey
 from kvtier.core.table import NO_ROW, CopyTable
 from kvtier.core.watching import Watching
 
@@ -118,6 +111,7 @@ class Store:
         self._counters = Counters()
         self._generations = generations
         self._moves = Moves(self._table)
+        self.survey = Survey(self)
         self.room = Room(self._lock, self._residents)
         self.snapshots = Snapshots(self._lock, self._residents, self._moves, generations)
         self.pins = Pins(self._lock, self._residents, self._shard_counts)
@@ -143,7 +137,8 @@ class Store:
         with self._lock:
             if not len(self._sweeping) and self._ended:
                 # One scan an end: nothing is sealed under a number that has ended.
-                self._sweeping = self._sealed_of(np.fromiter(self._ended, np.uint32))
+                ended = np.isin(self._table.live("namespace"), np.fromiter(self._ended, np.uint32))
+                self._sweeping = np.flatnonzero(ended & (self._table.live("state") == State.SEALED))
                 self._ended.clear()
                 self._residents.links.cut(self._sweeping)
             rows, self._sweeping = self._sweeping[:pages_max], self._sweeping[pages_max:]
@@ -159,11 +154,14 @@ class Store:
     # -- finding and reading
     # ------------------------------------------------------------------------------
 
-    def lookup(self, namespace: int, shard: int, keys: Keys) -> tuple[Codes, Codes]:
+    def lookup(
+        self, namespace: int, shard: int, keys: Keys, *, is_counted: bool = True
+    ) -> tuple[Codes, Codes]:
         """(GetCode, Tier or 0) for each of `keys`, shape (n, 32). HIT needs every shard of the
         family.
 
-        STALE for all when the namespace number has ended. Does not count as a use.
+        STALE for all when the namespace number has ended. Does not count as a use, and with
+        `is_counted` False not as a lookup either.
         """
         with self._lock:
             count = self._shard_counts.get(namespace)
@@ -176,8 +174,9 @@ class Store:
                     hit &= self._index.find_many(namespace, other, keys) != NO_ROW
             tiers = np.where(hit, self._table.column("tier")[rows], np.uint8(0))
             hits = int(np.count_nonzero(hit))
-            self._counters.lookup_hits += hits
-            self._counters.lookup_misses += len(keys) - hits
+            if is_counted:
+                self._counters.lookup_hits += hits
+                self._counters.lookup_misses += len(keys) - hits
             codes = np.where(hit, np.uint8(GetCode.HIT), np.uint8(GetCode.MISS))
             return codes, tiers
 
@@ -203,86 +202,6 @@ class Store:
                 if self._table.tier[row] >= ref.tier and self._ref(row) != ref:
                     return self._read(row)
             return GetCode.MISS
-
-    def acquire_row(self, row: int) -> tuple[Reading, int, int, bytes] | None:
-        """(Reading, namespace, shard, key) of a row if it is SEALED: scrubs walk rows, not keys."""
-        with self._lock:
-            if self._table.state[row] != State.SEALED:
-                return None
-            table = self._table
-            return self._read(row), table.namespace[row], table.shard[row], table.key(row)
-
-    def sealed_rows(self, tier: Tier) -> npt.NDArray[np.int64]:
-        """Rows SEALED in a tier at this moment."""
-        with self._lock:
-            return self._table.rows_where(tier=tier, state=State.SEALED)
-
-    def in_tier(self, namespace: int, shard: int, keys: Keys, tier: Tier) -> npt.NDArray[np.bool_]:
-        """Which of `keys` have a copy in `tier` (an array of False when the namespace ended)."""
-        with self._lock:
-            if namespace not in self._shard_counts:
-                return np.zeros(len(keys), bool)
-            rows = self._index.find_many(namespace, shard, keys)
-            heads = self._table.column("tier")[rows] == tier
-            found: npt.NDArray[np.bool_] = (rows != NO_ROW) & heads
-            for i in np.flatnonzero((rows != NO_ROW) & ~heads).tolist():
-                found[i] = self._index.copy_in(int(rows[i]), tier) != NO_ROW
-            return found
-
-    def uncopied_rows(
-        self, tier: Tier, *, coldest_bytes: int, uses_min: int, rows_max: int
-    ) -> npt.NDArray[np.int64]:
-        """Of the coldest `coldest_bytes` of `tier`, rows without a copy in a lower tier.
-
-        Advice: read without the lock, so that a look at a million rows keeps nobody waiting.
-        """
-        table = self._table
-        rows = table.rows_where(tier=tier, state=State.SEALED)
-        rows = rows[np.argsort(table.column("stamp")[rows])]
-        within = np.cumsum(table.column("record")[rows]) <= np.uint64(max(0, coldest_bytes))
-        rows = rows[within]
-        wanted = (table.column("twin")[rows] == 0) & (table.column("uses")[rows] >= uses_min)
-        found: npt.NDArray[np.int64] = rows[wanted][:rows_max]
-        return found
-
-    # -- quarantine
-    # ---------------------------------------------------------------------------------------
-
-    def quarantined(self) -> list[tuple[PageRef, int, int, bytes, int, Codec]]:
-        """(ref, namespace, shard, key, length, codec) of the condemned copies whose bytes are
-        kept, the oldest of each tier first."""
-        with self._lock:
-            table = self._table
-            return [
-                (
-                    self._ref(row),
-                    table.namespace[row],
-                    table.shard[row],
-                    table.key(row),
-                    table.length[row],
-                    Codec(table.codec[row]),
-                )
-                for row in self._residents.quarantine
-            ]
-
-    def hold_quarantined(self, ref: PageRef) -> Reading | None:
-        """A Reading of a condemned copy, for inspection alone; None when it is not kept."""
-        with self._lock:
-            row = self._row_of(ref)
-            if row == NO_ROW or self._table.state[row] != State.QUARANTINED:
-                return None
-            return self._read(row) if row in self._residents.quarantine else None
-
-    def clear_quarantine(self, refs: Sequence[PageRef] | None) -> int:
-        """Gives the slots of condemned copies back, of all or of those named; how many."""
-        with self._lock:
-            quarantine = self._residents.quarantine
-            if refs is None:
-                rows = list(quarantine)
-            else:
-                rows = [row for row in map(self._row_of, refs) if row != NO_ROW]
-                rows = [row for row in dict.fromkeys(rows) if row in quarantine]
-            return sum(quarantine.remove(row) for row in rows)
 
     # -- writing
     # ------------------------------------------------------------------------------------------
@@ -380,30 +299,6 @@ class Store:
             self._counters.slabs_moved = self._placement.slabs_moved
             return Counters(**{name: getattr(self._counters, name) for name in Counters.__slots__})
 
-    def pages_by_namespace(self) -> dict[int, int]:
-        """Sealed copies of every namespace number that has some (one vector scan)."""
-        with self._lock:
-            sealed = self._table.live("state") == State.SEALED
-            numbers, counts = np.unique(self._table.live("namespace")[sealed], return_counts=True)
-            return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-
-    def check(self) -> None:
-        """Raises LedgerError unless every book of the store agrees with every other."""
-        with self._lock:
-            self._residents.ledger.check(self._table)
-            sealed = self._table.rows_where(state=State.SEALED)
-            for row in sealed.tolist():
-                head = self._index.find(
-                    self._table.namespace[row], self._table.shard[row], self._table.key(row)
-                )
-                if row not in self._index.copies(head):
-                    raise LedgerError(f"row {row} is SEALED and cannot be found")
-            parents = self._table.column("parent")[sealed].astype(np.int64) - 1
-            linked = np.bincount(parents[parents >= 0], minlength=self._table.rows_max)
-            children = self._table.column("children")[sealed]
-            if bool((linked[sealed] != children).any()):
-                raise LedgerError("children counts disagree with parent links")
-
     # -- for handles
     # --------------------------------------------------------------------------------------
 
@@ -497,8 +392,3 @@ class Store:
             codec=Codec(table.codec[row]),
             lossy=bool(table.lossy[row]),
         )
-
-    def _sealed_of(self, namespaces: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-        mask = np.isin(self._table.live("namespace"), namespaces)
-        mask &= self._table.live("state") == State.SEALED
-        return np.flatnonzero(mask)

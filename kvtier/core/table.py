@@ -138,9 +138,11 @@ class CopyTable:
 
     def rows_where(self, *, tier: Tier | None = None, state: State) -> npt.NDArray[np.int64]:
         """Rows in a state (and tier): a vector scan over all rows ever used."""
-        mask = self.live("state") == state
+        # Once: who reads without the lock may see the table grow meanwhile.
+        end = self._used_before
+        mask = self._arrays["state"][:end] == state
         if tier is not None:
-            mask &= self.live("tier") == tier
+            mask &= self._arrays["tier"][:end] == tier
         return np.flatnonzero(mask)
 
     def orphan_children(self, rows: npt.NDArray[np.int64]) -> None:

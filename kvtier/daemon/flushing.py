@@ -47,8 +47,8 @@ class Unflushed:
     def _shorten(self, session: int, scope: Scope, held: bytearray) -> None:
         """Forgets what is durable or gone by now, and past that the oldest: as if it were lost."""
         keys = _array(held)
-        is_in_host = self._store.in_tier(*scope, keys, Tier.HOST)
-        is_durable = self._store.in_tier(*scope, keys, Tier.NVME)
+        is_in_host = self._store.survey.in_tier(*scope, keys, Tier.HOST)
+        is_durable = self._store.survey.in_tier(*scope, keys, Tier.NVME)
         left = keys[is_in_host & ~is_durable]
         kept = left[-(_KEYS_MAX // 2) :]
         self._lost[session] += len(left) - len(kept) + int((~is_in_host & ~is_durable).sum())

@@ -250,9 +250,7 @@ class Node:
 
     def host_pages(self) -> int:
         """Pages that end with this process: sealed in host memory and nowhere else."""
-        return len(
-            self.store.uncopied_rows(Tier.HOST, coldest_bytes=1 << 62, uses_min=0, rows_max=1 << 31)
-        )
+        return len(self.store.survey.uncopied_rows(Tier.HOST))
 
     async def _recheck(self, reading: Reading, identity: Identity, key: bytes) -> bool:
         """Whether the copy is whole, read in this process."""

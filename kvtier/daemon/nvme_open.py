@@ -118,7 +118,7 @@ def _open_all(
         for number, path in geometry.devices:
             if path not in config.paths:
                 continue
-            is_new = number not in dict(known.devices) or discard
+            is_new = (number, path) not in known.devices or discard  # or has moved here
             try:
                 if not is_new and read_identity(path) is None:
                     raise TierIOError(
@@ -143,7 +143,8 @@ def _open_all(
             path, reason = next(iter(unusable.items()))
             raise DirectoryError(
                 f"no path of nvme.paths can be used; {path}: {reason}",
-                remedy="Check the devices, or take them out of nvme.paths.",
+                remedy="Check and mount the devices, take them out of nvme.paths, or give up what "
+                "is cached on them with `kvtier serve --discard-cache`.",
             )
     except KvtierError:
         for device in devices:

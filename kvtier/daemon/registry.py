@@ -147,7 +147,7 @@ class Registry:
             before = self._namespaces.to_state()
             number = self._namespaces.delete(fingerprint)
             await self._save(before)
-            pages = self._store.pages_by_namespace().get(number, 0)
+            pages = self._store.survey.pages_by_namespace().get(number, 0)
             self._end(number)
             return pages
 

@@ -177,7 +177,7 @@ class Walk:
     def __init__(self, parts: ScrubParts, tier: Tier, bytes_per_second: int) -> None:
         self.tier = tier
         self._parts = parts
-        self._rows = parts.store.sealed_rows(tier)
+        self._rows = parts.store.survey.sealed_rows(tier)
         self._at = 0
         self._number = 0
         capacity_bytes = parts.store.status()[tier].capacity_bytes
@@ -230,7 +230,7 @@ class Walk:
 
     def _hold(self, row: int) -> Held | None:
         """The page of a row, if it is still there and its namespace has not ended."""
-        found = self._parts.store.acquire_row(row)
+        found = self._parts.store.survey.acquire_row(row)
         if found is None:
             return None
         reading, namespace, shard, key = found

@@ -148,7 +148,7 @@ def _devices(node: Node) -> list[pb.DeviceStatus]:
 
 
 def _namespaces(node: Node) -> list[pb.NamespaceStatus]:
-    pages = node.store.pages_by_namespace()
+    pages = node.store.survey.pages_by_namespace()
     return [
         pb.NamespaceStatus(
             fingerprint=family.identity.fingerprint,

@@ -182,7 +182,7 @@ class PagesService:
         place = self._place(request.handle)
         keys = parse_keys(request.keys, self._node)
         if self._node.nvme is None:
-            codes, _ = self._node.store.lookup(place.namespace, place.shard, keys)
+            codes, _ = self._node.store.lookup(place.namespace, place.shard, keys, is_counted=False)
         else:
             codes = self._node.nvme.tiering.prefetch((place.namespace, place.shard), keys)
         return pb.PrefetchResponse(codes=codes.tolist(), leading_run=leading_run(codes))

@@ -46,7 +46,7 @@ def list_quarantine(node: Node, _request: pb.ListQuarantineRequest) -> pb.ListQu
             length=length,
             codec=cast("page_pb2.Codec", int(codec)),
         )
-        for ref, namespace, shard, key, length, codec in node.store.quarantined()[
+        for ref, namespace, shard, key, length, codec in node.store.survey.quarantined()[
             :_PAGES_LISTED_MAX
         ]
     ]
@@ -56,7 +56,7 @@ def list_quarantine(node: Node, _request: pb.ListQuarantineRequest) -> pb.ListQu
 async def read_quarantine(node: Node, request: pb.ReadQuarantineRequest, context: Any) -> None:
     """Streams the record in chunks. Raises UnknownHandle, TierIOError, Busy, DeadlineExceeded."""
     ref = _ref(request.ref)
-    reading = None if ref is None else node.store.hold_quarantined(ref)
+    reading = None if ref is None else node.store.survey.hold_quarantined(ref)
     if reading is None:
         raise UnknownHandle(
             f"no quarantined copy has generation {request.ref.generation} in"
@@ -81,12 +81,12 @@ async def clear_quarantine(
             remedy="Clear them in several calls, or all at once by naming none.",
         )
     if not request.refs:
-        return pb.ClearQuarantineResponse(pages=node.store.clear_quarantine(None))
+        return pb.ClearQuarantineResponse(pages=node.store.survey.clear_quarantine(None))
     # A ref of a tier that does not exist names no copy, as any other that is unknown.
     refs = [ref for ref in map(_ref, request.refs) if ref is not None]
     pages = 0
     for at in range(0, len(refs), _REFS_PER_TURN):
-        pages += node.store.clear_quarantine(refs[at : at + _REFS_PER_TURN])
+        pages += node.store.survey.clear_quarantine(refs[at : at + _REFS_PER_TURN])
         await asyncio.sleep(0)
     return pb.ClearQuarantineResponse(pages=pages)
 

@@ -80,7 +80,7 @@ class Tiering:
         self, scope: Scope, keys: Keys, *, io_class: IoClass = IoClass.PUT
     ) -> npt.NDArray[np.bool_]:
         """Copies what is not on NVMe yet; which of `keys` are there then."""
-        todo = np.flatnonzero(~self._store.in_tier(*scope, keys, Tier.NVME))
+        todo = np.flatnonzero(~self._store.survey.in_tier(*scope, keys, Tier.NVME))
         queue = iter(todo.tolist())
 
         async def work() -> None:
@@ -92,7 +92,7 @@ class Tiering:
         async with asyncio.TaskGroup() as group:
             for _ in range(width):
                 group.create_task(work())
-        return self._store.in_tier(*scope, keys, Tier.NVME)
+        return self._store.survey.in_tier(*scope, keys, Tier.NVME)
 
     def demote(self, scope: Scope, keys: Keys) -> npt.NDArray[np.uint8]:
         """Starts to copy pages down; what was found of each (GetCode)."""
@@ -124,7 +124,7 @@ class Tiering:
             return 0, 0
         uses = 1 if self._config.write_policy is WritePolicy.SELECTIVE else 0
         rows = await asyncio.to_thread(
-            self._store.uncopied_rows,
+            self._store.survey.uncopied_rows,
             Tier.HOST,
             coldest_bytes=want,
             uses_min=uses,
@@ -137,13 +137,13 @@ class Tiering:
         there is time (monotonic seconds) and room; how many are still in host memory alone then."""
         room = self._store.status()[Tier.NVME].capacity_bytes
         # Past that the pages that went down first, the latest used, would give way for the rest.
-        written_max = self._mover.bytes_written + room - room // 8
+        end = self._mover.bytes_written + room - room // 8
         try:
             async with asyncio.timeout_at(until):
                 # Until nothing is left, or nothing goes down any more.
                 while rows := self.unsaved_rows():
-                    rows = rows[:_CLEAN_PAGES]
-                    if not await self._down_rows(rows, IoClass.PUT, written_max=written_max):
+                    rows, left = rows[:_CLEAN_PAGES], end - self._mover.bytes_written
+                    if not await self._down_rows(rows, IoClass.PUT, bytes_max=left):
                         break
         except TimeoutError:
             pass
@@ -151,9 +151,7 @@ class Tiering:
 
     def unsaved_rows(self) -> list[int]:
         """Pages in host memory alone, the latest used first."""
-        rows = self._store.uncopied_rows(
-            Tier.HOST, coldest_bytes=1 << 62, uses_min=0, rows_max=1 << 31
-        )
+        rows = self._store.survey.uncopied_rows(Tier.HOST)
         latest_first: list[int] = rows[::-1].tolist()
         return latest_first
 
@@ -173,18 +171,20 @@ class Tiering:
     # -- one page --------------------------------------------------------------------------------
 
     async def _down_rows(
-        self, rows: list[int], io_class: IoClass, *, written_max: int | None = None
+        self, rows: list[int], io_class: IoClass, *, bytes_max: int = 1 << 62
     ) -> int:
-        """How many are there then. It ends early when the mover has written `written_max` bytes."""
-        queue, done = iter(rows), 0
+        """How many are there then. Records of `bytes_max` bytes together are begun at most."""
+        queue, done, left = iter(rows), 0, bytes_max
 
         async def work() -> None:
-            nonlocal done
+            nonlocal done, left
             for row in queue:
-                if written_max is not None and self._mover.bytes_written >= written_max:
-                    return
-                found = self._store.acquire_row(row)
+                found = self._store.survey.acquire_row(row)
                 if found is not None:
+                    left -= record_bytes(found[0].length)
+                    if left < 0:
+                        found[0].release()
+                        return
                     done += await self._down(*found, io_class) is MoveCode.DONE
 
         async with asyncio.TaskGroup() as group:
@@ -247,8 +247,8 @@ class Tiering:
         move: Callable[[Scope, Keys, IoClass], Coroutine[Any, Any, MoveCode]],
         io_class: IoClass,
     ) -> npt.NDArray[np.uint8]:
-        codes, _ = self._store.lookup(*scope, keys)
-        is_wanted = (codes == GetCode.HIT) & ~self._store.in_tier(*scope, keys, tier)
+        codes, _ = self._store.lookup(*scope, keys, is_counted=False)
+        is_wanted = (codes == GetCode.HIT) & ~self._store.survey.in_tier(*scope, keys, tier)
         for i in np.flatnonzero(is_wanted).tolist():
             if not self._spawn(move(scope, keys[i].copy(), io_class)):
                 codes[i] = GetCode.BUSY

@@ -308,7 +308,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        self.store.check()
+        self.store.survey.check()
         counts = self.store.status()[Tier.HOST]
         assert counts.sealed >= len(self.there)
         assert counts.free_bytes + counts.used_bytes == counts.capacity_bytes

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvtier.core.handles import Reading
 from kvtier.core.page import KEY_BYTES, Codec, GetCode, Tier
 from kvtier.core.store import Store
-from kvtier.packing.record import RecordHeader
+from kvtier.packing.record import RecordHeader, record_bytes
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.io_pool import IoClass
 from kvtier.transfer.mover import Bounced, MoveCode, Mover, Subject
@@ -140,7 +140,7 @@ class Outlet:
                     self._give_back(held.result())
 
     def _windows(self) -> list[tuple[int, int]]:
-        page = self._place.layout.raw_bytes
+        page = record_bytes(self._place.layout.raw_bytes)
         ahead = _WINDOW_BYTES
         if self._mover is not None:
             ahead = min(ahead, self._arena.capacity_bytes // _ARENA_PART)
@@ -162,7 +162,10 @@ class Outlet:
             return reading
         if self._mover is None or not self._is_acceptable(reading):
             return reading
-        return asyncio.create_task(self._raise(reading, key.tobytes(), self._mover))
+        task = asyncio.create_task(self._raise(reading, key.tobytes(), self._mover))
+        # However it ends: a task can be cancelled before its first step.
+        task.add_done_callback(lambda _: reading.release())
+        return task
 
     async def _serve(self, held: _Held, key: bytes) -> Outgoing:
         """The first copy that is whole and acceptable, from the best tier down.

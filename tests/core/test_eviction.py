@@ -32,7 +32,7 @@ def test_the_tail_of_a_chain_goes_before_its_head() -> None:
     for n in range(1000, 1030):
         assert put(store, n) is PutCode.STORED
     assert present(store, range(100)) == list(range(70))
-    store.check()
+    store.survey.check()
 
 
 def test_a_touched_chain_outlives_a_newer_one() -> None:
@@ -48,7 +48,7 @@ def test_a_touched_chain_outlives_a_newer_one() -> None:
     for n in range(20, 23):
         put(store, n)
     assert present(store, [0, 1, 2, 3, 10, 11, 12, 13]) == [0, 1, 2, 3, 10]
-    store.check()
+    store.survey.check()
 
 
 def test_every_resident_page_keeps_its_parent_under_random_pressure() -> None:
@@ -63,7 +63,7 @@ def test_every_resident_page_keeps_its_parent_under_random_pressure() -> None:
         resident = set(present(store, list(parent_of)))
         orphans = [p for p in resident if parent_of[p] is not None and parent_of[p] not in resident]
         assert orphans == [], f"after page {n}, seed 5"
-    store.check()
+    store.survey.check()
 
 
 def test_a_full_tier_of_pinned_pages_is_busy_and_recovers() -> None:
@@ -76,7 +76,7 @@ def test_a_full_tier_of_pinned_pages_is_busy_and_recovers() -> None:
     assert present(store, range(4)) == [0, 1, 2, 3]
     assert store.pins.unpin(7, [lease], now=1.0) == [LeaseCode.RELEASED]
     assert put(store, 9) is PutCode.STORED
-    store.check()
+    store.survey.check()
 
 
 def test_condemned_bytes_are_kept_up_to_the_cap() -> None:
@@ -91,7 +91,7 @@ def test_condemned_bytes_are_kept_up_to_the_cap() -> None:
         assert store.condemn(ref) is True
         assert present(store, [n]) == []
         assert store.status()[Tier.HOST].quarantined == min(n + 1, 2)
-    store.check()
+    store.survey.check()
 
 
 def test_a_page_condemned_while_it_is_read_is_drained_when_the_reading_ends() -> None:
@@ -103,7 +103,7 @@ def test_a_page_condemned_while_it_is_read_is_drained_when_the_reading_ends() ->
     assert put(store, 2) is PutCode.BUSY
     reading.release()
     assert put(store, 2) is PutCode.STORED
-    store.check()
+    store.survey.check()
 
 
 def test_an_exact_page_takes_the_place_of_a_lossy_one() -> None:
@@ -121,7 +121,7 @@ def test_an_exact_page_takes_the_place_of_a_lossy_one() -> None:
     assert isinstance(exact, Reading)
     assert (reading.lossy, exact.lossy) == (True, False)
     assert store.status()[Tier.HOST].retiring == 1, "the old reader keeps its bytes"
-    store.check()
+    store.survey.check()
     reading.release()
     exact.release()
     assert put(store, 1) is PutCode.EXISTS
@@ -129,7 +129,7 @@ def test_an_exact_page_takes_the_place_of_a_lossy_one() -> None:
     for n in range(10, 13):  # the page after it still keeps it
         put(store, n)
     assert present(store, [1, 2]) == [1]
-    store.check()
+    store.survey.check()
 
 
 def test_a_slab_far_down_the_list_gives_way_when_the_colder_ones_are_kept() -> None:
@@ -143,7 +143,7 @@ def test_a_slab_far_down_the_list_gives_way_when_the_colder_ones_are_kept() -> N
     store.pins.pin(7, NS, 0, keys([*tails, *range(8)]), deadline=9.0)
     for n in range(3):
         assert put(store, 300 + n, record=2 * RECORD) is PutCode.STORED, n
-    store.check()
+    store.survey.check()
 
 
 def test_numbers_that_the_table_cannot_hold_change_nothing() -> None:
@@ -152,7 +152,7 @@ def test_numbers_that_the_table_cannot_hold_change_nothing() -> None:
         with pytest.raises(ValueError, match="shard 70000"):
             put(store, 1, shard=70_000)
     assert put(store, 1) is PutCode.STORED
-    store.check()
+    store.survey.check()
 
 
 def test_a_bump_of_many_linked_pages_is_swept_in_short_steps(
@@ -174,7 +174,7 @@ def test_a_bump_of_many_linked_pages_is_swept_in_short_steps(
         swept += step
     assert swept == 3000
     assert len(scans) <= 1
-    store.check()
+    store.survey.check()
 
 
 def test_shards_of_a_page_are_found_and_evicted_together() -> None:
@@ -194,7 +194,7 @@ def test_shards_of_a_page_are_found_and_evicted_together() -> None:
         put(store, 3, shard=shard)
     assert present(store, [1]) == [1], "a page with one pinned shard stays whole"
     store.pins.unpin(7, [lease], now=1.0)
-    store.check()
+    store.survey.check()
 
 
 def test_a_slab_changes_class_when_all_of_it_is_colder() -> None:
@@ -206,7 +206,7 @@ def test_a_slab_changes_class_when_all_of_it_is_colder() -> None:
     assert present(store, range(8)) == [4, 5, 6, 7], "the coldest slab gave way"
     assert put(store, 101, record=big) is PutCode.STORED
     assert store.counters().slabs_moved == 1
-    store.check()
+    store.survey.check()
 
 
 def test_a_slab_with_a_page_whose_sibling_is_pinned_does_not_give_way() -> None:
@@ -223,7 +223,7 @@ def test_a_slab_with_a_page_whose_sibling_is_pinned_does_not_give_way() -> None:
     while store.sweep(100):
         pass
     assert store.status()[Tier.HOST].used_bytes == 0
-    store.check()
+    store.survey.check()
 
 
 def test_pinned_siblings_never_hide_pages_that_can_go() -> None:
@@ -237,4 +237,4 @@ def test_pinned_siblings_never_hide_pages_that_can_go() -> None:
     codes = [put(store, 9000 + n, shard=shard) for n in range(2) for shard in range(2)]
     assert codes == [PutCode.STORED] * 4
     assert len(present(store, range(count))) == count
-    store.check()
+    store.survey.check()

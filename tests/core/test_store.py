@@ -27,7 +27,7 @@ def test_a_page_is_found_only_once_it_is_sealed() -> None:
     assert present(store, [1]) == []
     assert filling.seal() is PutCode.STORED
     assert present(store, [1]) == [1]
-    store.check()
+    store.survey.check()
 
 
 def test_the_first_seal_of_a_key_wins_and_the_others_learn_it() -> None:
@@ -37,7 +37,7 @@ def test_the_first_seal_of_a_key_wins_and_the_others_learn_it() -> None:
     assert codes == [PutCode.STORED] + [PutCode.EXISTS] * 4
     assert put(store, 1) is PutCode.EXISTS
     assert store.status()[Tier.HOST].sealed == 1
-    store.check()
+    store.survey.check()
 
 
 def test_leaving_the_block_without_seal_gives_the_slot_back() -> None:
@@ -46,7 +46,7 @@ def test_leaving_the_block_without_seal_gives_the_slot_back() -> None:
         raise RuntimeError("writer died")
     assert store.status()[Tier.HOST].used_bytes == 0
     assert put(store, 2) is PutCode.STORED
-    store.check()
+    store.survey.check()
 
 
 def test_generations_rise_and_old_refs_are_dead() -> None:
@@ -73,7 +73,7 @@ def test_a_late_commit_of_a_slot_that_was_taken_away_is_stale() -> None:
     assert filling.seal() is PutCode.STALE_GENERATION
     assert store.status()[Tier.HOST].quarantined == 1
     assert present(store, [1]) == []
-    store.check()
+    store.survey.check()
 
 
 def test_leases_end_by_deadline_by_hand_and_with_their_session() -> None:
@@ -120,7 +120,7 @@ def test_ten_thousand_pins_of_every_outcome_leave_nothing_pinned() -> None:
     for n in range(10, 14):
         assert put(store, n) is PutCode.STORED
     assert present(store, range(10, 14)) == [10, 11, 12, 13]
-    store.check()
+    store.survey.check()
 
 
 def test_a_deleted_page_is_a_miss_at_once_and_its_slot_waits_for_the_reader() -> None:
@@ -134,7 +134,7 @@ def test_a_deleted_page_is_a_miss_at_once_and_its_slot_waits_for_the_reader() ->
     assert store.status()[Tier.HOST].retiring == 1
     reading.release()
     assert put(store, 2) is PutCode.STORED
-    store.check()
+    store.survey.check()
 
 
 def test_a_bump_makes_everything_stale_at_once_and_sweep_frees_it() -> None:
@@ -153,7 +153,7 @@ def test_a_bump_makes_everything_stale_at_once_and_sweep_frees_it() -> None:
     assert store.sweep(4) == 2
     assert store.sweep(4) == 0
     assert store.status()[Tier.HOST].used_bytes == 0
-    store.check()
+    store.survey.check()
 
 
 def test_a_copy_in_two_tiers_survives_the_loss_of_either() -> None:
@@ -175,7 +175,7 @@ def test_a_copy_in_two_tiers_survives_the_loss_of_either() -> None:
     assert tiers.tolist() == [Tier.NVME]
     assert put(store, 1) is PutCode.EXISTS
     assert put(store, 1, tier=Tier.NVME) is PutCode.EXISTS
-    store.check()
+    store.survey.check()
 
 
 def test_a_bad_copy_leads_to_the_next_tier() -> None:
@@ -202,7 +202,7 @@ def test_a_failing_generation_journal_leaks_nothing() -> None:
     generations._bound = generations._last
     with pytest.raises(OSError, match="disk gone"):
         put(store, 1)
-    store.check()
+    store.survey.check()
     generations._journal = lambda bound: None
     assert put(store, 1) is PutCode.STORED
 
@@ -212,7 +212,7 @@ def test_nothing_fits_before_a_slab_is_granted() -> None:
     assert put(store, 1) is PutCode.BUSY
     store.room.grant(Tier.HOST, 0)
     assert put(store, 1) is PutCode.STORED
-    store.check()
+    store.survey.check()
 
 
 def test_watchers_see_a_snapshot_and_then_every_change_in_order() -> None:
@@ -237,7 +237,7 @@ def test_check_finds_a_leaked_slot() -> None:
     put(store, 1)
     store._residents.allocators[Tier.HOST].reserve(RECORD)  # nobody's
     with pytest.raises(LedgerError, match="slots of 16384 bytes are taken, pages hold 8192"):
-        store.check()
+        store.survey.check()
 
 
 def test_threads_putting_getting_and_deleting_the_same_keys() -> None:
@@ -270,5 +270,5 @@ def test_threads_putting_getting_and_deleting_the_same_keys() -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    store.check()
+    store.survey.check()
     assert store.status()[Tier.HOST].pinned == 0

@@ -26,7 +26,7 @@ def begin_move(store: Store, n: int, tier: Tier = Tier.NVME) -> tuple[Reading, F
 
 def tiers_of(store: Store, n: int) -> list[Tier]:
     array = keys([n])
-    return [t for t in (Tier.HOST, Tier.NVME) if store.in_tier(NS, 0, array, t)[0]]
+    return [t for t in (Tier.HOST, Tier.NVME) if store.survey.in_tier(NS, 0, array, t)[0]]
 
 
 # -- moves ----------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def test_a_move_of_a_page_deleted_meanwhile_is_not_published() -> None:
     source.release()
     assert present(store, [1]) == []
     assert store.status()[Tier.NVME].used_bytes == store.status()[Tier.HOST].used_bytes == 0
-    store.check()
+    store.survey.check()
 
 
 def test_a_move_of_a_page_deleted_and_put_again_is_not_published() -> None:
@@ -54,7 +54,7 @@ def test_a_move_of_a_page_deleted_and_put_again_is_not_published() -> None:
     assert target.seal() is PutCode.STALE_GENERATION
     source.release()
     assert tiers_of(store, 1) == [Tier.HOST]
-    store.check()
+    store.survey.check()
 
 
 def test_a_move_of_a_condemned_or_bumped_page_is_not_published() -> None:
@@ -69,7 +69,7 @@ def test_a_move_of_a_condemned_or_bumped_page_is_not_published() -> None:
     store.end_namespace(NS)
     assert target.seal() is PutCode.STALE_GENERATION
     source.release()
-    store.check()
+    store.survey.check()
 
 
 def test_of_two_moves_of_a_page_one_wins() -> None:
@@ -81,7 +81,7 @@ def test_of_two_moves_of_a_page_one_wins() -> None:
     first.release()
     second.release()
     assert tiers_of(store, 1) == [Tier.HOST, Tier.NVME]
-    store.check()
+    store.survey.check()
 
 
 def test_a_promoted_page_keeps_its_lower_copy_and_both_are_used() -> None:
@@ -106,7 +106,7 @@ def test_a_promoted_page_keeps_its_lower_copy_and_both_are_used() -> None:
     assert tiers_of(store, 1) == [Tier.NVME]
     counters = store.counters()
     assert (counters.evicted, counters.evicted_last) == (4, 1)
-    store.check()
+    store.survey.check()
 
 
 def test_an_abandoned_and_an_orphaned_move_leave_the_source_alone() -> None:
@@ -122,7 +122,7 @@ def test_an_abandoned_and_an_orphaned_move_leave_the_source_alone() -> None:
     assert store.settle_orphan(second.ref)
     assert store.status()[Tier.NVME].used_bytes == 0
     assert demote(store, 1) is PutCode.STORED
-    store.check()
+    store.survey.check()
 
 
 # -- chains ---------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_a_page_stored_before_its_parent_is_linked_when_that_comes() -> None:
     assert present(store, [1, 2, 3, 4]) == [1, 2, 4], "the tail has to go first"
     put(store, 5)
     assert present(store, [1, 2, 4, 5]) == [1, 4, 5]
-    store.check()
+    store.survey.check()
 
 
 def test_a_tail_copied_down_before_its_head_is_linked_there_too() -> None:
@@ -150,8 +150,8 @@ def test_a_tail_copied_down_before_its_head_is_linked_there_too() -> None:
     put(store, 4)
     assert demote(store, 4) is PutCode.STORED
     array = keys([1, 2, 3, 4])
-    assert store.in_tier(NS, 0, array, Tier.NVME).tolist() == [True, True, False, True]
-    store.check()
+    assert store.survey.in_tier(NS, 0, array, Tier.NVME).tolist() == [True, True, False, True]
+    store.survey.check()
 
 
 def test_pages_that_name_each_other_as_parents_make_no_ring() -> None:
@@ -163,11 +163,11 @@ def test_pages_that_name_each_other_as_parents_make_no_ring() -> None:
     put(store, 4, parent=4)
     put(store, 5, parent=6)
     put(store, 6, parent=5)
-    store.check()
+    store.survey.check()
     for n in range(10, 16):
         assert put(store, n) is PutCode.STORED
     assert put(store, 20, record=2 * RECORD) is PutCode.STORED, "a look at all chains ends"
-    store.check()
+    store.survey.check()
 
 
 def test_a_page_in_place_of_a_lossy_one_makes_no_ring_with_what_came_after_it() -> None:
@@ -179,7 +179,7 @@ def test_a_page_in_place_of_a_lossy_one_makes_no_ring_with_what_came_after_it() 
     put(store, 2, parent=1)
     put(store, 3, parent=2)
     assert put(store, 1, parent=3) is PutCode.STORED
-    store.check()
+    store.survey.check()
     for n in range(10, 14):
         assert put(store, n) is PutCode.STORED
 
@@ -190,11 +190,11 @@ def test_what_waits_for_a_parent_and_goes_is_not_linked() -> None:
     store.delete(NS, 0, keys([2]))
     put(store, 7)  # takes the row of 2
     put(store, 1)
-    store.check()
+    store.survey.check()
     put(store, 2, parent=1)
     put(store, 8)
     assert present(store, [1, 2, 7, 8]) == [1, 2, 8]
-    store.check()
+    store.survey.check()
 
 
 # -- snapshots ------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def reload(store: Store, *, pages_max: int = 64) -> Store:
         fresh.room.grant(Tier.NVME, slab)
     fresh.open_namespace(NS, 1)
     assert fresh.snapshots.load(Tier.NVME, image.bindings, copies) == min(len(copies), pages_max)
-    fresh.check()
+    fresh.survey.check()
     return fresh
 
 
@@ -248,9 +248,9 @@ def test_what_a_snapshot_holds_comes_back() -> None:
     for n, left in ((11, [1, 2, 3, 4, 5]), (12, [1, 2, 3, 4]), (13, [1, 2, 3])):
         put(fresh, n)
         assert demote(fresh, n) is PutCode.STORED
-        assert fresh.in_tier(NS, 0, keys(left), Tier.NVME).all()
-        assert int(fresh.in_tier(NS, 0, keys(range(1, 6)), Tier.NVME).sum()) == len(left)
-    fresh.check()
+        assert fresh.survey.in_tier(NS, 0, keys(left), Tier.NVME).all()
+        assert int(fresh.survey.in_tier(NS, 0, keys(range(1, 6)), Tier.NVME).sum()) == len(left)
+    fresh.survey.check()
 
 
 def test_a_table_with_less_room_keeps_the_hottest() -> None:
@@ -310,15 +310,16 @@ def test_many_pages_are_found_after_a_bulk_load(seed: int) -> None:
         parent=np.full(n, -1, np.int32),
     )
     assert store.snapshots.load(Tier.NVME, {7: RECORD}, copies) == n
-    store.check()
+    store.survey.check()
     for number in (1, 2):
         for shard in (0, 1):
             of_it = (spaces == number) & (shards == shard)
-            assert store.in_tier(number, shard, names, Tier.NVME).tolist() == of_it.tolist(), seed
+            found = store.survey.in_tier(number, shard, names, Tier.NVME)
+            assert found.tolist() == of_it.tolist(), seed
     for i in rng.permutation(n)[:2500].tolist():
         codes = store.delete(int(spaces[i]), int(shards[i]), names[i : i + 1])
         assert codes.tolist() == [DeleteCode.DELETED]
-    store.check()
+    store.survey.check()
 
 
 # -- slabs ----------------------------------------------------------------------------------------
@@ -336,9 +337,9 @@ def test_a_withdrawn_slab_takes_its_pages_and_comes_back_empty() -> None:
     _, filling = begin_move_of_new(store, 4)
     assert store.room.withdraw(Tier.NVME, 0) == 3
     assert store.room.withdraw(Tier.NVME, 0) == 0
-    assert not store.in_tier(NS, 0, keys([1, 2, 3]), Tier.NVME).any()
+    assert not store.survey.in_tier(NS, 0, keys([1, 2, 3]), Tier.NVME).any()
     assert present(store, [1, 2, 3]) == [1, 2, 3], "host memory is another tier"
-    store.check()
+    store.survey.check()
     assert not store.room.can_grant(Tier.NVME, 0), "a lease and a filling still name it"
     assert demote(store, 2) is PutCode.BUSY
     lower.release()
@@ -347,7 +348,7 @@ def test_a_withdrawn_slab_takes_its_pages_and_comes_back_empty() -> None:
     store.room.grant(Tier.NVME, 0)
     assert demote(store, 2) is PutCode.STORED
     reading.release()
-    store.check()
+    store.survey.check()
 
 
 def begin_move_of_new(store: Store, n: int) -> tuple[Reading, Filling]:
@@ -382,8 +383,8 @@ def test_the_coldest_uncopied_pages_are_named_coldest_first() -> None:
 
     def named(**how: int) -> list[bytes]:
         options = {"coldest_bytes": 1 << 40, "uses_min": 0, "rows_max": 100} | how
-        rows = store.uncopied_rows(Tier.HOST, **options).tolist()
-        found = [store.acquire_row(row) for row in rows]
+        rows = store.survey.uncopied_rows(Tier.HOST, **options).tolist()
+        found = [store.survey.acquire_row(row) for row in rows]
         for one in found:
             assert one is not None
             one[0].release()
@@ -410,19 +411,19 @@ def test_condemned_copies_can_be_looked_at_and_cleared() -> None:
         refs.append(reading.ref)
         reading.release()
         assert store.condemn(reading.ref)
-    listed = store.quarantined()
+    listed = store.survey.quarantined()
     assert [(ref, name, length) for ref, _, _, name, length, _ in listed] == [
         (refs[0], key(1), 64),
         (refs[1], key(2), 64),
     ]
-    held = store.hold_quarantined(refs[0])
+    held = store.survey.hold_quarantined(refs[0])
     assert held is not None
-    assert store.clear_quarantine(None) == 1, "the other one is being read"
-    assert store.hold_quarantined(refs[1]) is None
+    assert store.survey.clear_quarantine(None) == 1, "the other one is being read"
+    assert store.survey.hold_quarantined(refs[1]) is None
     held.release()
-    assert store.clear_quarantine([refs[0], refs[0], PageRef(99, Tier.HOST, 0, 5)]) == 1
-    assert store.quarantined() == []
+    assert store.survey.clear_quarantine([refs[0], refs[0], PageRef(99, Tier.HOST, 0, 5)]) == 1
+    assert store.survey.quarantined() == []
     assert store.status()[Tier.HOST].quarantined == 0
     codes, _ = store.lookup(NS, 0, keys([1, 2, 3]))
     assert codes.tolist() == [GetCode.MISS, GetCode.MISS, GetCode.HIT]
-    store.check()
+    store.survey.check()

@@ -139,7 +139,7 @@ class Rig:
     def settled(self) -> None:
         """No lease is left, and all books agree."""
         assert self.pinned() == 0
-        self.store.check()
+        self.store.survey.check()
 
 
 @contextmanager

@@ -163,7 +163,7 @@ class Running:
             )
 
         await until(is_quiet)
-        self.store.check()
+        self.store.survey.check()
 
 
 @contextmanager

@@ -37,7 +37,7 @@ async def test_no_prefix_is_longer_than_what_was_stored(base):
                 ns = await opened(daemon, f"t{stored}")
                 if is_up:
                     await ns.prefetch(ns.keys(TOKENS))
-                    pages = daemon.store.pages_by_namespace().get(daemon.number(ns), 0)
+                    pages = daemon.store.survey.pages_by_namespace().get(daemon.number(ns), 0)
                     assert pages >= stored // P
                 for asked in COUNTS:
                     keys = ns.keys(TOKENS[:asked])

@@ -234,6 +234,13 @@ def test_less_room_and_more_again(make_daemon, connect):
     assert tier_of(kv).ready_bytes > 8 * MIB
 
 
+def swap(first, second) -> None:
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
 def test_paths_in_another_order_fewer_and_more(make_daemon, connect):
     pages = Pages(5_000)
     first = make_daemon("nvme.bytes=16MiB")  # for its directory's name
@@ -257,6 +264,18 @@ def test_paths_in_another_order_fewer_and_more(make_daemon, connect):
     _, ns = opened(connect, running, pages)
     assert pages.get(ns, range(300)) == [HIT] * 300
     running.kill()
+
+    # A device is known by its own file, wherever it lies; two that were exchanged are refused.
+    moved = first.base / "moved"
+    a.rename(moved)
+    running = daemon(moved, b).start()
+    _, ns = opened(connect, running, pages)
+    assert pages.get(ns, range(300)) == [HIT] * 300
+    running.kill()
+    swap(moved, b)
+    assert f"{moved} is device 1 of this daemon directory, not 0" in refused(daemon(moved, b))
+    swap(moved, b)
+    moved.rename(a)
 
     running = daemon(b).start()
     _, ns = opened(connect, running, pages)
@@ -298,12 +317,14 @@ def test_more_paths_over_the_years_than_there_are_numbers(make_daemon, connect):
     )
     paths = f"{daemon.base / 'nv'},{daemon.base / 'new'}"
     daemon = make_daemon(f"nvme.paths={paths}", "nvme.bytes=8MiB")
-    for _ in range(2):
+    for at in (100, 500):
         daemon.start()
         kv, ns = opened(connect, daemon, pages)
         assert pages.get(ns, range(20)) == [HIT] * 20
-        assert len(kv.status().devices) == 2
+        assert [device.is_online for device in kv.status().devices] == [True, True]
+        pages.put(ns, range(at, at + 100))
         daemon.kill()
+    assert list(records(daemon.base / "new", 1))
 
 
 def test_nothing_is_scanned_after_a_clean_stop(make_daemon, connect):

@@ -21,6 +21,7 @@ from fault_rig import (
     leftovers,
     metrics,
     records,
+    refused,
     segments,
     tier_of,
     warnings_of,
@@ -269,7 +270,7 @@ def test_segments_that_are_removed_from_under_it(make_daemon, connect):
     assert all(codes[n] is MISS for n in range(150) if pages.key(n) in lost)
 
 
-def test_a_directory_that_is_replaced_is_not_used_before_a_restart(make_daemon, connect):
+def test_a_directory_that_is_replaced_is_not_used(make_daemon, connect):
     """Its file system may not be mounted: what is written there would fill another one."""
     daemon = make_daemon("nvme.bytes=8MiB", "nvme.retry_s=0.1").start()
     nv = daemon.base / "nv"
@@ -285,7 +286,11 @@ def test_a_directory_that_is_replaced_is_not_used_before_a_restart(make_daemon, 
     assert not list(nv.iterdir())
     kv.close()
     daemon.kill()
-    daemon.start()
+    said = refused(daemon)
+    assert f"{nv} has no file `device`: it is not mounted, or was emptied" in said
+    assert "--discard-cache" in said
+    assert not list(nv.iterdir())
+    daemon.start("--discard-cache")
     kv = connect(daemon)
     ns = kv.namespace(pages.layout)
     assert pages.get(ns, range(60)) == [MISS] * 60

@@ -140,7 +140,7 @@ async def test_no_page_is_left_without_its_parent_but_those_that_are_counted(bas
 def check_links(daemon, tier, parent_of):
     """In one tier a child is linked wherever its parent is, so that no head goes before it."""
     table = daemon.store._residents.table
-    rows = {table.key(row): row for row in daemon.store.sealed_rows(tier).tolist()}
+    rows = {table.key(row): row for row in daemon.store.survey.sealed_rows(tier).tolist()}
     for key, row in rows.items():
         parent = rows.get(parent_of.get(key, b""))
         assert table.parent[row] == (0 if parent is None else parent + 1)

@@ -34,11 +34,10 @@ from tests.sim.scheduler import Scheduler
 from tests.sim.sim_disk import DIRECTORY_ID, BootFiles, StateDisk
 from tests.sim.sim_nvme import SEGMENT_BYTES, Chances, SimDevice, SimLower
 
-__all__ = ["SLAB", "SLABS", "Boot", "Machine", "Nvme", "Setting"]
+__all__ = ["Boot", "Machine", "Nvme", "Setting"]
 
 #: Of host memory.
 SLAB = 64 * 1024
-SLABS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +45,7 @@ class Setting:
     """What a seed has to do with."""
 
     has_nvme: bool
+    slabs: int  # of host memory
     segments_max: tuple[int, ...]  # of each device
     is_roomy: bool  # on NVMe nothing has to give way
     policy: WritePolicy
@@ -107,9 +107,9 @@ class Boot:
         self.machine = machine
         self.oracle = oracle
         self.scheduler = Scheduler(rng)
-        self.arena = HostArena(SLAB * SLABS, slab_bytes=SLAB, huge_pages=False, poison=True)
-        self.slabs_waiting = list(range(SLABS))
-        tiers = {Tier.HOST: SlabAllocator(slab_bytes=SLAB, numbers=range(SLABS))}
+        slabs = setting.slabs
+        self.arena = HostArena(SLAB * slabs, slab_bytes=SLAB, huge_pages=False, poison=True)
+        tiers = {Tier.HOST: SlabAllocator(slab_bytes=SLAB, numbers=range(slabs))}
         pages_max = 64
         if setting.has_nvme:
             numbers = [
@@ -130,6 +130,9 @@ class Boot:
             tiers=tiers,
             generations=Generations(disk.generation_bound, disk.journal_generations),
         )
+        self.slabs_waiting = list(range(rng.randint(1, slabs), slabs))  # granted later
+        for slab in range(slabs - len(self.slabs_waiting)):
+            self.store.room.grant(Tier.HOST, slab)
         self._count_evictions()
         self.registry = SimRegistry(disk, self.store)
         self.nvme = self._nvme(rng) if setting.has_nvme else None
@@ -157,8 +160,8 @@ class Boot:
         """The payload of every page there, None for one that does not pass."""
         assert self.nvme is not None
         found: dict[tuple[Space, bytes], bytes | None] = {}
-        for row in self.store.sealed_rows(Tier.NVME).tolist():
-            held = self.store.acquire_row(row)
+        for row in self.store.survey.sealed_rows(Tier.NVME).tolist():
+            held = self.store.survey.acquire_row(row)
             assert held is not None
             reading, namespace, shard, key = held
             with reading:
@@ -174,7 +177,7 @@ class Boot:
         """The generation of every page that can be found there now."""
         table = self.store._table
         sealed = {}
-        for row in self.store.sealed_rows(Tier.NVME).tolist():
+        for row in self.store.survey.sealed_rows(Tier.NVME).tolist():
             if self.registry.name_of(table.namespace[row]) is not None:
                 space = self.oracle.space_of(table.namespace[row], table.shard[row])
                 sealed[space, table.key(row)] = table.generation[row]

@@ -70,7 +70,7 @@ class Clients:
         rng = self._rng
         nvme: tuple[Script, ...] = ()
         if self.boot.nvme is not None:
-            nvme = (self.demote, self.prefetch, self.get, self.delete, self.scrub)
+            nvme = (self.demote, self.prefetch, self.get, self.get, self.scrub)
         return rng.choice((self.put, self.put, self.get, self.get, self.get, self.change, *nvme))
 
     # -- puts ------------------------------------------------------------------------------------
@@ -271,8 +271,8 @@ class Clients:
     async def scrub(self, space: Space) -> None:
         """Reads a page on NVMe where it lies, twice if it looks bad, and condemns it then."""
         assert self.boot.nvme is not None
-        rows = self._store.sealed_rows(Tier.NVME).tolist()
-        held = self._store.acquire_row(self._rng.choice(rows)) if rows else None
+        rows = self._store.survey.sealed_rows(Tier.NVME).tolist()
+        held = self._store.survey.acquire_row(self._rng.choice(rows)) if rows else None
         if held is None:
             return
         reading, namespace, shard, key = held
@@ -321,7 +321,7 @@ class Clients:
 
     def _keys(self, space: Space) -> list[bytes]:
         start = self._rng.randrange(4)
-        chain = self._rng.randrange(2)
+        chain = self._rng.randrange(3)
         family = space.place.fingerprint.hex()
         return [
             hashlib.sha256(f"{family}/{chain}/{n}".encode()).digest()

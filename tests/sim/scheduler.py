@@ -44,6 +44,8 @@ class Scheduler:
         self._prompt: list[Event] = []
         self._late: list[Event] = []
         self.fired = 0
+        #: The process has ended: what its tasks do when they are thrown away is of no account.
+        self.is_over = False
 
     @property
     def has_prompt(self) -> bool:

@@ -18,14 +18,14 @@ READ, WRITE, SYNC = TierOperation.READ, TierOperation.WRITE, TierOperation.SYNC
 _FAULTS = (
     (FaultKind.EIO, WRITE, 0.01),
     (FaultKind.SHORT, WRITE, 0.01),
-    (FaultKind.TORN, WRITE, 0.01),
-    (FaultKind.FLIP, WRITE, 0.01),
+    (FaultKind.TORN, WRITE, 0.02),
+    (FaultKind.FLIP, WRITE, 0.02),
     (FaultKind.LATE, WRITE, 0.01),
     (FaultKind.DUPLICATE, WRITE, 0.01),
     (FaultKind.SLOW, WRITE, 0.03),
     (FaultKind.EIO, READ, 0.01),
     (FaultKind.SHORT, READ, 0.01),
-    (FaultKind.FLIP, READ, 0.02),
+    (FaultKind.FLIP, READ, 0.03),
     (FaultKind.SLOW, READ, 0.03),
     (FaultKind.EIO, SYNC, 0.02),
     (FaultKind.SLOW, SYNC, 0.1),
@@ -38,6 +38,7 @@ def draw_setting(rng: random.Random) -> Setting:
     harm = rng.choice(("none", "devices", "everything"))
     return Setting(
         has_nvme=rng.random() < 0.85,
+        slabs=rng.randint(2, 4),
         segments_max=(48 if is_roomy else rng.randint(2, 4),) * devices,
         is_roomy=is_roomy,
         policy=rng.choice((WritePolicy.BACK, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
@@ -50,8 +51,8 @@ def draw_setting(rng: random.Random) -> Setting:
         ),
         chances=Chances()
         if harm == "none"
-        else Chances(timeout=0.004, no_room=0.1),
+        else Chances(timeout=0.008, no_room=0.1),
         refusing=0.02 if harm == "everything" else 0.0,
-        ending=rng.choice((0.002, 0.005, 0.01)),
+        ending=rng.choice((0.001, 0.003, 0.008)),
         reads_faults=harm == "everything" and rng.random() < 0.2,
     )

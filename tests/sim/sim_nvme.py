@@ -120,6 +120,7 @@ class SimJob(Generic[T]):
             finally:
                 if waiter in self._waiters:
                     self._waiters.remove(waiter)
+                    self._lower.left_alone(self)
         if not self.done:
             raise TimeoutError(f"an I/O job has not ended within {timeout_s} s")
         if self._error is not None:
@@ -138,6 +139,11 @@ class SimJob(Generic[T]):
         else:
             self._callbacks.append(callback)
 
+    def delay(self) -> None:
+        """Nobody waits any more, and it takes its time."""
+        self._lower.scheduler.discard(self.event)
+        self.event = self._lower.scheduler.add(self._go_on, late=True)
+
     def drop(self, number: int) -> None:
         """It never starts."""
         self._lower.scheduler.discard(self.event)
@@ -154,8 +160,7 @@ class SimJob(Generic[T]):
             waiters, self._waiters = self._waiters, []
             for waiter in waiters:
                 _tell(waiter)
-            # Nobody waits any more, and it takes its time.
-            self.event = self._lower.scheduler.add(self._go_on, late=True)
+            self.delay()
         else:
             self._next()
 
@@ -370,6 +375,12 @@ class SimLower:
     def slow_down(self, _seconds: float) -> None:
         """The clock of the FaultyTier: its SLOW makes the rest of a job late."""
         self._is_slow = True
+
+    def left_alone(self, job: SimJob[Any]) -> None:
+        """Its waiter was cancelled."""
+        is_open = not (job.done or job.is_waited_for or self.scheduler.is_over)
+        if is_open and self._rng.random() < 0.5:
+            job.delay()
 
     def ended(self, job: SimJob[Any]) -> None:
         if job in self.jobs:

@@ -115,8 +115,7 @@ class World:
             self._end(boot, ending)
             return ending
         finally:
-            # Whatever they do now is of a process that is no more.
-            crashes.is_ending = True
+            boot.scheduler.is_over = crashes.is_ending = True
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
@@ -147,7 +146,7 @@ class World:
             if not scheduler.fire_one() and (self._scripts or self._others):
                 raise self.oracle.broken("nothing can go on: something waits for ever")
             if self._left % self._check_every == 0:
-                boot.store.check()
+                boot.store.survey.check()
             if boot.nvme is not None and rng.random() < self.setting.ending:
                 ending = rng.choice((Ending.KILL, Ending.KILL, Ending.POWER_CUT, Ending.STOP))
                 if ending is Ending.STOP and starting.done():
@@ -202,7 +201,7 @@ class World:
         elif roll < 0.10:
             await self._client_vanishes(boot)
         elif roll < 0.105:
-            store.clear_quarantine(None)
+            store.survey.clear_quarantine(None)
         elif boot.nvme is not None:
             self._nvme_weather(boot, (roll - 0.105) / 0.895)
 
@@ -210,7 +209,7 @@ class World:
         """In the middle of anything, also of the loop's own work."""
         if self.rng.random() < 0.5:
             boot.scheduler.fire_one()
-            for _ in range(self.rng.randrange(5)):
+            for _ in range(self.rng.randrange(8)):
                 await asyncio.sleep(0)
         if self._scripts:
             script = self._scripts.pop(self.rng.randrange(len(self._scripts)))
@@ -229,21 +228,21 @@ class World:
             self._begin(nvme.lower.sync(partial(self._synced, boot)))
         elif roll < 0.06:
             nvme.lower.land()
-        elif roll < 0.08:
+        elif roll < 0.09:
             nvme.lower.retry()
-        elif roll < 0.082 and is_faulty:
+        elif roll < 0.092 and is_faulty:
             nvme.lower.take_offline(self.rng.randrange(len(self.setting.segments_max)))
-        elif roll < 0.09 and self.setting.refusing:
+        elif roll < 0.1 and self.setting.refusing:
             self._disk.refuses_names = not self._disk.refuses_names
 
     def _synced(self, boot: Boot) -> None:
         self.oracle.safe |= set(boot.sealed_on_nvme().values())
 
     def _flip_a_bit_in_memory(self, boot: Boot) -> None:
-        rows = boot.store.sealed_rows(Tier.HOST).tolist()
+        rows = boot.store.survey.sealed_rows(Tier.HOST).tolist()
         if not rows:
             return
-        found = boot.store.acquire_row(self.rng.choice(rows))
+        found = boot.store.survey.acquire_row(self.rng.choice(rows))
         assert found is not None
         reading, namespace, shard, key = found
         with reading:
@@ -354,6 +353,8 @@ class World:
             is_present = present.get(space.place.fingerprint) == space.place.generation
             if is_present and space.is_ended:
                 raise self.oracle.broken(f"{space.title} was bumped and is back")
+            if not (is_present or space.is_ended or space.is_ending):
+                raise self.oracle.broken(f"{space.title} is not known any more")
             space.is_ending = False
             if not is_present:
                 space.is_ended = True

@@ -107,7 +107,7 @@ def rig() -> Iterator[Rig]:
         yield Rig(store, arena, place)
         counts = store.status()[Tier.HOST]
         assert (counts.filling, counts.pinned, counts.retiring) == (0, 0, 0)
-        store.check()
+        store.survey.check()
 
 
 def page(

@@ -15,19 +15,26 @@ __all__ = ["Policy"]
 
 
 class Policy(Protocol):
-    """One queue of pages of one size class in one tier. Rows are rows of core/table.py."""
+    """One queue of pages of one size class in one tier. Rows are rows of core/table.py.
+
+    A policy writes two columns: `stamp`, by the store's clock, at every admission and use; and
+    `queued`, not 0 as long as the page needs no `ready` to be named.
+    """
 
     def admit(self, row: int) -> None:
         """The page can be evicted from now on."""
 
     def touch(self, rows: npt.NDArray[np.int64]) -> None:
-        """The pages were used together; `rows` goes from the head of their chain to its tail."""
+        """The pages were used together; `rows` goes from the head of their chain to its tail.
+
+        A page named twice is used once.
+        """
 
     def ready(self, row: int) -> None:
         """Its last lease, the last page after it, or what else kept it, is gone."""
 
     def forget(self, row: int) -> None:
-        """The page is gone, for whatever reason."""
+        """The page is gone: evicted, if `victim` has just named it, else deleted."""
 
     def victim(self, evictable: Callable[[int], bool]) -> int:
         """The row to evict next, or NO_ROW. Never a page with a lease or a resident child.

@@ -23,7 +23,7 @@ NO_LIST = -1
 _MASK = (1 << 64) - 1
 _NODES_MIN = 64
 #: With more nodes than so many for each mark expected, the columns are made anew.
-_NODES_A_MARK_MAX = 4
+_NODES_A_MARK_MAX = 8
 
 
 def mark_of(table: CopyTable, row: int) -> int:
@@ -41,7 +41,7 @@ class Ghosts:
         self._room = 0
         self._free = 0  # a node that was given back; `chain` leads to the others
         self._free_count = 0
-        self._clear()
+        self._clear(_NODES_MIN)
 
     def __len__(self) -> int:
         return sum(self.counts)
@@ -116,8 +116,8 @@ class Ghosts:
         self._used += 1
         return self._used - 1
 
-    def _clear(self) -> None:
-        self._allocate(_NODES_MIN)
+    def _clear(self, nodes: int) -> None:
+        self._allocate(nodes)
         self.counts = [0] * self._lists
         for end in range(self._lists):
             self._after[end] = self._before[end] = end
@@ -125,11 +125,24 @@ class Ghosts:
         self._free = self._free_count = 0
 
     def _shrink(self) -> None:
-        kept = [self.marks(of) for of in range(self._lists)]
-        self._clear()
+        """Columns for as many as are expected and as there are, with the same lists in them."""
+        kept = [np.array(self.marks(of), np.uint64) for of in range(self._lists)]
+        self._clear(self._size_for(max(self._room, len(self))))
         for of, marks in enumerate(kept):
-            for mark in marks:
-                self.add(mark, of)
+            first, end = self._used, self._used + len(marks)
+            if first == end:
+                continue
+            self._marks_np[first:end], self._list_np[first:end] = marks, of
+            self._before_np[first:end] = np.arange(first - 1, end - 1)
+            self._after_np[first:end] = np.arange(first + 1, end + 1)
+            self._before[first] = self._after[end - 1] = of
+            self._after[of], self._before[of] = first, end - 1
+            self.counts[of], self._used = len(marks), end
+        self._chain_all()
+
+    def _size_for(self, marks: int) -> int:
+        """A power of two."""
+        return max(_NODES_MIN, 1 << (marks + self._lists - 1).bit_length())
 
     def _allocate(self, nodes: int) -> None:
         """Zeros, which cost no memory until they are used."""
@@ -149,10 +162,14 @@ class Ghosts:
         marks, lists = self._marks_np, self._list_np
         before, after = self._before_np, self._after_np
         used = self._used
-        self._allocate(1 << (max(2 * used, self._room + self._lists) - 1).bit_length())
+        self._allocate(self._size_for(max(used, self._room)))
         self._marks_np[:used], self._list_np[:used] = marks, lists
         self._before_np[:used], self._after_np[:used] = before, after
-        nodes = np.arange(self._lists, used)
+        self._chain_all()
+
+    def _chain_all(self) -> None:
+        """Chains the nodes in use, which are all up to the last, from empty buckets."""
+        nodes = np.arange(self._lists, self._used)
         buckets = (self._marks_np[nodes] & np.uint64(self._bucket_mask)).astype(np.int64)
         order = np.argsort(buckets, kind="stable")
         nodes, buckets = nodes[order], buckets[order]

@@ -30,6 +30,9 @@ _ROW_MASK = (1 << _ROW_BITS) - 1
 #: In the `queued` column: the row waits in the heap.
 _CAME_BACK = 1 << 63
 _ENTRIES_MIN = 64
+#: After so many entries left over in a row they are looked at in pieces, by vector operations.
+_SKIPPED_ONE_BY_ONE = 32
+_PIECE = 512
 
 
 class RowQueue:
@@ -121,13 +124,44 @@ class RowQueue:
     def _first_waiting(self) -> int:
         """The row at the front of the array, or NO_ROW."""
         queued, where = self._table.queued, self._where
+        skipped = 0
         while self._begin < self._end:
             row = self._rows[self._begin]
             if queued[row] == self._begin + 1 and where[row] == self.number:
                 return row
             self._begin += 1
+            skipped += 1
+            if skipped == _SKIPPED_ONE_BY_ONE:
+                self._skip()
         self._begin = self._end = 0
         return NO_ROW
+
+    def _skip(self) -> None:
+        """Moves the front past entries that are left over."""
+        while self._begin < self._end:
+            waits = self._waits(self._begin, min(self._begin + _PIECE, self._end))
+            if bool(waits.any()):
+                self._begin += int(waits.argmax())
+                return
+            self._begin += len(waits)
+
+    def _waits(self, begin: int, end: int) -> npt.NDArray[np.bool_]:
+        """Which entries of a part of the array are not left over."""
+        rows = self._rows_np[begin:end]
+        places = np.arange(begin + 1, end + 1, dtype=np.uint64)
+        waits: npt.NDArray[np.bool_] = self._table.column("queued")[rows] == places
+        waits &= self._where_np[rows] == self.number
+        return waits
+
+    def waiting(self) -> npt.NDArray[np.int32]:
+        """The rows in the array in their order: all that wait but those that came back."""
+        rows: npt.NDArray[np.int32] = self._rows_np[self._begin : self._end]
+        return rows[self._waits(self._begin, self._end)]
+
+    def rotate(self, n: int) -> None:
+        """Puts the first `n` of `waiting()` at the end, in their order."""
+        rows = self.waiting()
+        self._refill(np.concatenate([rows[n:], rows[:n]]), 0)
 
     def is_among_last(self, row: int, n: int) -> bool:
         """The row waits here and at most `n` - 1 entries came after it."""
@@ -143,16 +177,14 @@ class RowQueue:
 
     def _make_room(self, n: int) -> None:
         """Drops the entries left over, and makes the array fit what remains and `n` more."""
-        rows = self._rows_np[self._begin : self._end]
-        queued = self._table.column("queued")
-        waits = queued[rows] == np.arange(self._begin + 1, self._end + 1, dtype=np.uint64)
-        waits &= self._where_np[rows] == self.number
-        rows = rows[waits]
+        self._refill(self.waiting(), n)
+
+    def _refill(self, rows: npt.NDArray[np.int32], more: int) -> None:
         self._begin, self._end = 0, len(rows)
         # Half as many again: so many can come before the next time.
-        self._resize(max(_ENTRIES_MIN, len(rows) + len(rows) // 2 + n))
+        self._resize(max(_ENTRIES_MIN, len(rows) + len(rows) // 2 + more))
         self._rows_np[: self._end] = rows
-        queued[rows] = np.arange(1, self._end + 1)
+        self._table.column("queued")[rows] = np.arange(1, self._end + 1)
 
     def _resize(self, entries: int) -> None:
         self._rows_np: npt.NDArray[np.int32] = np.empty(entries, np.int32)

@@ -28,6 +28,10 @@ __all__ = ["S3Fifo"]
 _USES_MAX = 3
 _USES_TO_GO_ON = 2
 _SMALL_PART = 10  # of the capacity: one in so many
+#: Pages that go round one by one, for one victim: so many and one in so many of the main queue.
+#: That is about what `_go_round` costs.
+_ROUNDS_MIN = 256
+_ROUNDS_PART = 64
 
 
 class S3Fifo(TwoQueues):
@@ -52,6 +56,7 @@ class S3Fifo(TwoQueues):
 
     def _settle(self) -> RowQueue | None:
         small, main = self._young, self._old
+        rounds = 0
         while True:
             is_small = small.members * _SMALL_PART >= self.capacity()
             queue, other = (small, main) if is_small else (main, small)
@@ -65,14 +70,35 @@ class S3Fifo(TwoQueues):
                 main.append(row)
                 main.members += 1
                 self._uses[row] = 0
+            elif self._is_kept(row):
+                queue.take()
             elif queue is main and self._uses[row]:
                 main.take()
                 main.append(row)
                 self._uses[row] -= 1
-            elif self._is_kept(row):
-                queue.take()
+                rounds += 1
+                if rounds > _ROUNDS_MIN + main.members // _ROUNDS_PART:
+                    self._go_round()
+                    rounds = 0
             else:
                 return queue
+
+    def _go_round(self) -> None:
+        """What letting pages of the main queue go round, until one has no uses left, comes to.
+
+        A full round leaves the order as it was and takes a use from all, so all of them are taken
+        at once: a million pages of three uses each would keep the lock for seconds.
+        """
+        table, main, uses = self._table, self._old, self._uses_np
+        rows = main.waiting()
+        free = (table.column("children")[rows] == 0) & (table.column("leases")[rows] == 0)
+        if not bool(free.any()):
+            return
+        least = uses[rows[free]].min()
+        uses[rows] -= np.minimum(uses[rows], least)
+        passed = rows[: int(np.argmax(free & (uses[rows] == 0)))]
+        pass
+        main.rotate(len(passed))
 
     def _remember(self, row: int, queue: RowQueue) -> None:
         if queue is self._young:
