@@ -58,6 +58,9 @@ bench: $(STAMP) ## the measurements, as tables and as JSON in build/bench; on a 
 	@mkdir -p build/bench
 	@$(BIN)/python -m benchmarks.grpc_stream --json build/bench/grpc_stream.json
 	@$(BIN)/python -m benchmarks.million_pages --json build/bench/million_pages.json
+	@$(BIN)/python -m benchmarks.nvme_service --json build/bench/nvme_service.json
+	@if command -v fio > /dev/null; then $(BIN)/python -m benchmarks.nvme_io --json build/bench/nvme_io.json; \
+	else echo "fio is not installed: NVMe beside fio was not measured"; fi
 
 wheel: $(STAMP) ## dist/kvtier-*.whl
 	@$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .

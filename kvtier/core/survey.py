@@ -59,18 +59,22 @@ class Survey:
         tier: Tier,
         *,
         coldest_bytes: int = 1 << 62,
+        hottest_bytes: int = 1 << 62,
         uses_min: int = 0,
         rows_max: int = 1 << 31,
     ) -> npt.NDArray[np.int64]:
-        """Of the coldest `coldest_bytes` of `tier`, rows without a copy in a lower tier, the
-        coldest first.
+        """Of the coldest `coldest_bytes` of `tier` and its hottest `hottest_bytes`, rows without a
+        copy in a lower tier, the coldest first.
 
         Advice: read without the lock, so that a look at a million rows keeps nobody waiting.
         """
         table = self._store._table
         rows = table.rows_where(tier=tier, state=State.SEALED)
         rows = rows[np.argsort(table.column("stamp")[rows])]
-        within = np.cumsum(table.column("record")[rows]) <= np.uint64(max(0, coldest_bytes))
+        up_to = np.cumsum(table.column("record")[rows])
+        within = up_to <= np.uint64(max(0, coldest_bytes))
+        if len(rows) and up_to[-1] > hottest_bytes:
+            within &= up_to > up_to[-1] - np.uint64(hottest_bytes)
         rows = rows[within]
         wanted = (table.column("twin")[rows] == 0) & (table.column("uses")[rows] >= uses_min)
         found: npt.NDArray[np.int64] = rows[wanted][:rows_max]

@@ -136,22 +136,20 @@ class Tiering:
         """Copies every page that is in host memory alone down, the latest used first, as long as
         there is time (monotonic seconds) and room; how many are still in host memory alone then."""
         room = self._store.status()[Tier.NVME].capacity_bytes
-        # Past that the pages that went down first, the latest used, would give way for the rest.
-        end = self._mover.bytes_written + room - room // 8
+        # What is used less than all that fits would take the place of what is used more.
+        rows = self._unsaved_rows(room - room // 8)
         try:
             async with asyncio.timeout_at(until):
-                # Until nothing is left, or nothing goes down any more.
-                while rows := self.unsaved_rows():
-                    rows, left = rows[:_CLEAN_PAGES], end - self._mover.bytes_written
-                    if not await self._down_rows(rows, IoClass.PUT, bytes_max=left):
-                        break
+                for at in range(0, len(rows), _CLEAN_PAGES):
+                    if not await self._down_rows(rows[at : at + _CLEAN_PAGES], IoClass.PUT):
+                        break  # nothing goes down any more
         except TimeoutError:
             pass
-        return len(self.unsaved_rows())
+        return len(self._unsaved_rows())
 
-    def unsaved_rows(self) -> list[int]:
-        """Pages in host memory alone, the latest used first."""
-        rows = self._store.survey.uncopied_rows(Tier.HOST)
+    def _unsaved_rows(self, hottest_bytes: int = 1 << 62) -> list[int]:
+        """Pages in host memory alone, the latest used first, of the latest used so many bytes."""
+        rows = self._store.survey.uncopied_rows(Tier.HOST, hottest_bytes=hottest_bytes)
         latest_first: list[int] = rows[::-1].tolist()
         return latest_first
 
@@ -170,21 +168,15 @@ class Tiering:
 
     # -- one page --------------------------------------------------------------------------------
 
-    async def _down_rows(
-        self, rows: list[int], io_class: IoClass, *, bytes_max: int = 1 << 62
-    ) -> int:
-        """How many are there then. Records of `bytes_max` bytes together are begun at most."""
-        queue, done, left = iter(rows), 0, bytes_max
+    async def _down_rows(self, rows: list[int], io_class: IoClass) -> int:
+        """How many are there then."""
+        queue, done = iter(rows), 0
 
         async def work() -> None:
-            nonlocal done, left
+            nonlocal done
             for row in queue:
                 found = self._store.survey.acquire_row(row)
                 if found is not None:
-                    left -= record_bytes(found[0].length)
-                    if left < 0:
-                        found[0].release()
-                        return
                     done += await self._down(*found, io_class) is MoveCode.DONE
 
         async with asyncio.TaskGroup() as group:
@@ -195,6 +187,8 @@ class Tiering:
     async def _down_by_key(self, scope: Scope, key: Keys, io_class: IoClass) -> MoveCode:
         (reading,) = self._store.acquire(*scope, key.reshape(1, KEY_BYTES), is_use=False)
         if not isinstance(reading, Reading):
+            if io_class is IoClass.DEMOTE:
+                self.dropped[MoveCode.GONE.value] += 1  # it had to give way before its turn came
             return MoveCode.GONE
         return await self._down(reading, *scope, key.tobytes(), io_class)
 

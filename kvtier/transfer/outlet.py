@@ -120,7 +120,7 @@ class Outlet:
             readings = self._store.acquire(self._place.namespace, self._place.shard, keys)
             self._held.extend(self._begin(r, key) for r, key in zip(readings, keys, strict=True))
             for key in keys:
-                yield await self._serve(self._held.popleft(), key.tobytes())
+                yield await self._serve(key.tobytes())
                 self._let_go()
 
     async def close(self) -> None:
@@ -128,16 +128,17 @@ class Outlet:
         if self._pages is not None:
             await self._pages.aclose()
         self._let_go()
-        while self._held:
-            held = self._held.popleft()
-            if isinstance(held, Reading):
-                held.release()
-            elif isinstance(held, asyncio.Task):
-                # It gives back what it holds itself; what it has done, we do.
-                held.cancel()
-                await asyncio.wait([held])
-                if not held.cancelled() and held.exception() is None:
-                    self._give_back(held.result())
+        held, self._held = self._held, deque()
+        tasks = [task for task in held if isinstance(task, asyncio.Task)]
+        for task in tasks:
+            # It gives back what it holds itself; what it has done, we do.
+            task.add_done_callback(_give_back)
+            task.cancel()
+        for reading in held:
+            if isinstance(reading, Reading):
+                reading.release()
+        if tasks:
+            await asyncio.wait(tasks)
 
     def _windows(self) -> list[tuple[int, int]]:
         page = record_bytes(self._place.layout.raw_bytes)
@@ -152,10 +153,6 @@ class Outlet:
             self._current.release()
             self._current = None
 
-    def _give_back(self, raised: _Raised | GetCode) -> None:
-        if isinstance(raised, _Raised):
-            raised.held.release()
-
     def _begin(self, reading: Reading | GetCode, key: npt.NDArray[np.uint8]) -> _Held:
         """Starts to bring the page up, if it has to be."""
         if isinstance(reading, GetCode) or reading.ref.tier is Tier.HOST:
@@ -167,61 +164,65 @@ class Outlet:
         task.add_done_callback(lambda _: reading.release())
         return task
 
-    async def _serve(self, held: _Held, key: bytes) -> Outgoing:
+    async def _serve(self, key: bytes) -> Outgoing:
         """The first copy that is whole and acceptable, from the best tier down.
 
-        CORRUPT when there was a bad one and no good one.
+        CORRUPT when there was a bad one and no good one. What is held for the page stays in
+        `_held` until then, so that `close` finds it there whenever the call is cancelled.
         """
         seen_corrupt = False
-        while not isinstance(held, GetCode):
+        while not isinstance(held := self._held[0], GetCode):
             if isinstance(held, asyncio.Task):
                 raised = await held
                 if isinstance(raised, _Raised):
+                    self._held.popleft()
                     self._current = raised.held
                     copy = raised.copy
                     return Outgoing(GetCode.HIT, copy.header, copy.payload, Tier.NVME)
-                held = raised
+                self._held[0] = raised
                 if raised is GetCode.CORRUPT:
                     self.corrupt[Tier.NVME] += 1
                 continue
-            self._current = reading = held
-            if reading.ref.tier is Tier.HOST and self._is_acceptable(reading):
-                checked = self._is_checked(reading)
-                whole = load(self._arena, self._place, reading, key, check_payload=checked)
+            if held.ref.tier is Tier.HOST and self._is_acceptable(held):
+                checked = self._is_checked(held)
+                whole = load(self._arena, self._place, held, key, check_payload=checked)
                 if whole is not None:
+                    self._held.popleft()
+                    self._current = held
                     return Outgoing(GetCode.HIT, whole.header, whole.payload, Tier.HOST)
                 seen_corrupt = True
                 self.corrupt[Tier.HOST] += 1
-                self._store.condemn(reading.ref)
-            ref = reading.ref
-            self._let_go()
-            following = self._store.acquire_next(ref, self._place.namespace, self._place.shard, key)
-            held = self._begin(following, np.frombuffer(key, np.uint8))
+                self._store.condemn(held.ref)
+            held.release()
+            following = self._store.acquire_next(
+                held.ref, self._place.namespace, self._place.shard, key
+            )
+            self._held[0] = self._begin(following, np.frombuffer(key, np.uint8))
+        self._held.popleft()
         return Outgoing(GetCode.CORRUPT if seen_corrupt and held is GetCode.MISS else held)
 
     async def _raise(self, reading: Reading, key: bytes, mover: Mover) -> _Raised | GetCode:
-        """Brings one page up from NVMe. Takes over `reading`."""
+        """Brings one page up from NVMe."""
         page = self.subject(key)
-        with reading:
-            code = await mover.promote(reading.again(), page, IoClass.GET)
-            if code is MoveCode.DONE:
-                keys = np.frombuffer(key, np.uint8).reshape(1, KEY_BYTES)
-                (above,) = self._store.acquire(page.namespace, page.shard, keys, is_use=False)
-                if isinstance(above, Reading):
-                    copy = None
-                    if above.ref.tier is Tier.HOST and self._is_acceptable(above):
-                        copy = load(self._arena, self._place, above, key, check_payload=False)
-                    if copy is not None:
-                        return _Raised(above, copy)
-                    above.release()
-                # It has had to give way again already.
-                code = MoveCode.BUSY
-            if code is MoveCode.BUSY:
-                outcome = await mover.read_through(reading, page)
-                if isinstance(outcome, Bounced) and outcome.copy is not None:
-                    return _Raised(outcome, outcome.copy)
-                assert isinstance(outcome, MoveCode)
-                code = outcome
+        code = await mover.promote(reading.again(), page, IoClass.GET)
+        if code is MoveCode.DONE:
+            keys = np.frombuffer(key, np.uint8).reshape(1, KEY_BYTES)
+            (above,) = self._store.acquire(page.namespace, page.shard, keys, is_use=False)
+            if isinstance(above, Reading):
+                copy = None
+                if above.ref.tier is Tier.HOST and self._is_acceptable(above):
+                    copy = load(self._arena, self._place, above, key, check_payload=False)
+                if copy is not None:
+                    return _Raised(above, copy)
+                above.release()
+            # It has had to give way again already.
+            code = MoveCode.BUSY
+        if code is MoveCode.BUSY:
+            outcome = await mover.read_through(reading, page)
+            if isinstance(outcome, Bounced) and outcome.copy is not None:
+                return _Raised(outcome, outcome.copy)
+            assert isinstance(outcome, MoveCode)
+            code = outcome
         return _CODES[code]
 
     def subject(self, key: bytes) -> Subject:
@@ -237,3 +238,11 @@ class Outlet:
         if self._verify is Verify.OFF:
             return False
         return reading.ref.generation % self._sample_one_in == 0
+
+
+def _give_back(task: asyncio.Task[_Raised | GetCode]) -> None:
+    """Nobody takes the page that it has brought up."""
+    if not task.cancelled() and task.exception() is None:
+        raised = task.result()
+        if isinstance(raised, _Raised):
+            raised.held.release()

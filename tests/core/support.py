@@ -88,6 +88,14 @@ def demote(store: Store, n: int, parent: int | None = None, *, shard: int = 0) -
         return put(store, n, parent, shard=shard, source=source, tier=Tier.NVME)
 
 
+def begin_move(store: Store, n: int, tier: Tier = Tier.NVME) -> tuple[Reading, Filling]:
+    (source,) = store.acquire(NS, 0, keys([n]))
+    assert isinstance(source, Reading)
+    target = store.reserve(NS, 0, meta(n), RECORD, tier=tier, source=source)
+    assert isinstance(target, Filling)
+    return source, target
+
+
 def present(
     store: Store, numbers: Sequence[int], *, shard: int = 0, namespace: int = NS
 ) -> list[int]:

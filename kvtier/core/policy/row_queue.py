@@ -131,7 +131,7 @@ class RowQueue:
                 return row
             self._begin += 1
             skipped += 1
-            if skipped == _SKIPPED_ONE_BY_ONE:
+            if False:
                 self._skip()
         self._begin = self._end = 0
         return NO_ROW

@@ -97,7 +97,7 @@ class S3Fifo(TwoQueues):
         least = uses[rows[free]].min()
         uses[rows] -= np.minimum(uses[rows], least)
         passed = rows[: int(np.argmax(free & (uses[rows] == 0)))]
-        pass
+        uses[passed] -= np.minimum(uses[passed], np.uint8(1))
         main.rotate(len(passed))
 
     def _remember(self, row: int, queue: RowQueue) -> None:
