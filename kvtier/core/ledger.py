@@ -63,6 +63,10 @@ class Ledger:
         self._pages[tier][State.SEALED] += pages
         self._bytes[tier][State.SEALED] += total_bytes
 
+    def pages(self, tier: Tier) -> int:
+        """Copies of a tier in any state: each has a row of the table."""
+        return sum(self._pages[tier])
+
     def bytes_in(self, tier: Tier, state: State) -> int:
         return self._bytes[tier][state]
 

@@ -64,6 +64,10 @@ class Movement:
         self.target = target
         self.phase = Phase.RESERVED
 
+    @property
+    def is_over(self) -> bool:
+        return self.phase in (Phase.DONE, Phase.FAILED)
+
     def copied(self) -> None:
         """All bytes of the record are in the target's slot."""
         self._step(Step.COPY)

@@ -9,6 +9,8 @@ The caller holds the store's lock.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -29,8 +31,10 @@ _SLABS_TRIED = 64
 
 
 class Placement:
-    def __init__(self, residents: Residents) -> None:
+    def __init__(self, residents: Residents, pages_max: Mapping[Tier, int]) -> None:
+        """`pages_max`: pages of a tier that the table has rows for; without one, as many as fit."""
         self._residents = residents
+        self._pages_max = pages_max
         self._until_look: dict[tuple[Tier, int], int] = {}
         self._failed_look: dict[tuple[Tier, int], int] = {}  # Residents.changes at that time
         self.evicted = 0
@@ -41,6 +45,10 @@ class Placement:
         """A slot in `tier`, evicting as needed; None when everything that could give way is in
         use."""
         allocator = self._residents.allocators[tier]
+        limit = self._pages_max.get(tier)
+        while limit is not None and self._residents.ledger.pages(tier) >= limit:
+            if not self._evict(tier, record_bytes):
+                return None
         slot = allocator.reserve(record_bytes)
         while slot is None:
             if not self._evict(tier, record_bytes):

@@ -6,14 +6,34 @@ A part of the store, under the store's lock.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.lifecycle import State
 from kvtier.core.page import Tier
 from kvtier.core.residents import Residents
 
-__all__ = ["Room"]
+__all__ = ["Lost", "Room"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Lost:
+    """Pages of slabs that were taken away, and which of them are out of the books already."""
+
+    rows: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.uint64]
+    done: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """The next so many."""
+        begin, self.done = self.done, min(len(self.rows), self.done + count)
+        return self.rows[begin : self.done], self.generations[begin : self.done]
 
 
 class Room:
@@ -40,15 +60,38 @@ class Room:
     def withdraw(self, tier: Tier, slab: int) -> int:
         """Takes the slab away with every page in it; how many. What a lease names is unfindable at
         once and keeps its slot until the lease ends."""
+        lost = self.close(tier, [slab])
+        count = len(lost)
+        while self.clear(lost, count):
+            pass
+        return count
+
+    def close(self, tier: Tier, slabs: Sequence[int]) -> Lost:
+        """Takes slabs away: nothing is stored in them from now on. Their pages are in what this
+        returns, for `clear`; until then they are found, and cannot be read."""
         with self._lock:
             residents = self._residents
             allocator, table = residents.allocators[tier], residents.table
-            if not allocator.is_granted(slab):
-                return 0
-            allocator.withdraw(slab)
-            low, high = allocator.slab_range(slab)
-            slots = table.live("slot")
-            inside = (table.live("tier") == tier) & (table.live("state") == State.SEALED)
-            rows = np.flatnonzero(inside & (slots >= low) & (slots < high))
-            residents.retire_many(rows)
+            closed = [slab for slab in slabs if allocator.is_granted(slab)]
+            for slab in closed:
+                allocator.withdraw(slab)
+            of_tier = np.flatnonzero(table.live("tier") == tier)
+            inside = np.isin(table.live("slot")[of_tier] // np.uint64(allocator.slab_units), closed)
+            rows = of_tier[inside]
+            for row in rows[table.live("state")[rows] == State.QUARANTINED].tolist():
+                if row in residents.quarantine:
+                    residents.quarantine.remove(row)
+            rows = rows[table.live("state")[rows] == State.SEALED]
+            return Lost(rows=rows, generations=table.live("generation")[rows].copy())
+
+    def clear(self, lost: Lost, pages_max: int) -> int:
+        """Retires up to `pages_max` of these pages; how many it looked at. 0: all done."""
+        with self._lock:
+            table = self._residents.table
+            rows, generations = lost.take(pages_max)
+            # Rows can have been let go, and used again, since.
+            is_same = (table.column("generation")[rows] == generations) & (
+                table.column("state")[rows] == State.SEALED
+            )
+            self._residents.retire_many(rows[is_same])
             return len(rows)

@@ -7,6 +7,7 @@ work on them is done outside of it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +92,14 @@ _TAKEN = (
 
 class Snapshots:
     def __init__(
-        self, lock: threading.Lock, residents: Residents, moves: Moves, generations: Generations
+        self,
+        lock: threading.Lock,
+        residents: Residents,
+        moves: Moves,
+        generations: Generations,
+        pages_max: Mapping[Tier, int],
     ) -> None:
+        self._pages_max = pages_max
         self._lock = lock
         self._residents = residents
         self._moves = moves
@@ -132,15 +139,18 @@ class Snapshots:
         residents = self._residents
         table, allocator = residents.table, residents.allocators[tier]
         with self._lock:
-            rows = table.take_rows(len(copies))
+            rows = table.take_rows(min(len(copies), self._pages_max.get(tier, len(copies))))
             left_out = len(copies) - len(rows)
             for name in ("namespace", "shard", "slot", "length", "codec", "lossy"):
                 table.column(name)[rows] = getattr(copies, name)[left_out:]
             table.column("tier")[rows] = tier
             table.key_np[rows] = copies.key[left_out:]
             slabs = (copies.slot[left_out:] // np.uint64(allocator.slab_units)).astype(np.int64)
+            by_slab = np.argsort(slabs, kind="stable")
+            sorted_slabs = slabs[by_slab]
             for slab, record_bytes in bindings.items():
-                of_it = rows[slabs == slab]
+                begin, end = np.searchsorted(sorted_slabs, (slab, slab + 1))
+                of_it = rows[by_slab[begin:end]]
                 table.column("record")[of_it] = record_bytes
                 allocator.restore(slab, record_bytes, table.column("slot")[of_it])
             parents = copies.parent[left_out:].astype(np.int64) - left_out

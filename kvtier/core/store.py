@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,8 @@ MakePolicy = Callable[[CopyTable, Clock], Policy]
 class StoreConfig:
     boot_id: int
     pages_max: int
+    #: Of these, what one tier may take; a tier that is not named has no bound of its own.
+    tier_pages_max: Mapping[Tier, int] = field(default_factory=dict)
     seed: int
     events_max: int = 65_536
     quarantine_share: float = 0.05
@@ -104,7 +106,7 @@ class Store:
             shard_count=lambda namespace: self._shard_counts.get(namespace, 1),
             quarantine_share=config.quarantine_share,
         )
-        self._placement = Placement(self._residents)
+        self._placement = Placement(self._residents, config.tier_pages_max)
         self._shard_counts: dict[int, int] = {}  # of the namespace numbers that are open
         self._ended: set[int] = set()  # numbers whose pages `sweep` has to look for
         self._sweeping: npt.NDArray[np.int64] = np.empty(0, np.int64)  # and rows it has found
@@ -113,7 +115,9 @@ class Store:
         self._moves = Moves(self._table)
         self.survey = Survey(self)
         self.room = Room(self._lock, self._residents)
-        self.snapshots = Snapshots(self._lock, self._residents, self._moves, generations)
+        self.snapshots = Snapshots(
+            self._lock, self._residents, self._moves, generations, config.tier_pages_max
+        )
         self.pins = Pins(self._lock, self._residents, self._shard_counts)
         self.watching = Watching(self._lock, self._residents, self._shard_counts)
 
@@ -312,6 +316,8 @@ class Store:
                 return PutCode.STALE_GENERATION
             allocator = self._residents.allocators[ref.tier]
             is_lost |= not allocator.is_granted(allocator.slab_of(ref.slot))
+            allocator = self._residents.allocators[ref.tier]
+            is_lost = is_lost or not allocator.is_granted(allocator.slab_of(ref.slot))
             if is_lost or filling.namespace not in self._shard_counts:
                 self._residents.abandon(row)
                 self._counters.stale_commits += 1

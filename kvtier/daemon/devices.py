@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from kvtier.config import NvmeConfig
 from kvtier.core.page import Tier
+from kvtier.core.room import Lost
 from kvtier.core.store import Store
 from kvtier.daemon.durability import Durability
 from kvtier.errors import Busy, DirectoryError, TierIOError
@@ -30,7 +31,7 @@ from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.nvme_device import NvmeDevice
 from kvtier.tiers.nvme_geometry import Plan, slab_number, split_slab
 
-__all__ = ["DeviceHealth", "Devices", "disk_bytes"]
+__all__ = ["DeviceHealth", "Devices"]
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
 #: What this process, or the system, is short of says nothing of a device.
 _SHORTAGE = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 _CLOSE_WAIT_S = 2.0
+#: Pages taken out of the books between two turns for others.
+_SWEEP_PAGES = 256
 
 
 @dataclass(slots=True)
@@ -61,6 +64,10 @@ class DeviceHealth:
     #: The pool of before the last failure, while a thread of it hangs in the system.
     stuck: IoPool | None = None
     segments: set[int] = field(default_factory=set)  # local numbers that are granted
+    #: What its files take, as of the last change: asking a device that hangs would hang.
+    disk_bytes: int = 0
+    #: Pages that are lost with it and wait to be taken out of the books, in slices.
+    lost: list[Lost] = field(default_factory=list)
 
 
 class Devices:
@@ -166,13 +173,15 @@ class Devices:
         return min(able, key=lambda health: len(health.segments), default=None)
 
     async def _add_segment(self, health: DeviceHealth) -> None:
-        local = next(n for n in range(self._plan.segments_per_device) if n not in health.segments)
-        slab = slab_number(health.device.number, local)
-        if not self._store.room.can_grant(Tier.NVME, slab):
+        local = self._free_number(health)
+        if local is None:
+            # Something in all of them is still named from before.
             health.grow_at = time.monotonic() + self._config.retry_s
-            return  # something in it is still being read from before
+            return
+        slab = slab_number(health.device.number, local)
+        pool = health.pool
         try:
-            job = health.pool.submit(IoClass.PUT, lambda: self._create(slab))
+            job = pool.submit(IoClass.PUT, lambda: self._create(health, slab))
             await job.wait(max(self.timeout_s, 10.0))
         except Busy:
             health.grow_at = time.monotonic() + 0.1
@@ -189,15 +198,36 @@ class Devices:
             else:
                 self._take_offline(health, str(error))
         else:
-            health.reason = ""
-            health.segments.add(local)
-            self._store.room.grant(Tier.NVME, slab)
+            if health.online and health.pool is pool:  # else it went offline meanwhile
+                health.reason = ""
+                health.segments.add(local)
+                self._store.room.grant(Tier.NVME, slab)
 
-    def _create(self, slab: int) -> None:
-        """A thread of the pool. A segment that is there already, from before, is used again."""
-        if slab not in self._tier.slabs():
-            self._tier.create_segment(slab)
+    def _free_number(self, health: DeviceHealth) -> int | None:
+        """The lowest number for one more segment."""
+        for local in range(self._plan.segments_per_device):
+            slab = slab_number(health.device.number, local)
+            if local not in health.segments and self._store.room.can_grant(Tier.NVME, slab):
+                return local
+        return None
+
+    def _create(self, health: DeviceHealth, slab: int) -> None:
+        """A thread of the pool. A segment that is there already is used again: from before, or one
+        that is being made for a caller who did not wait for it."""
+        try:
+            if slab not in self._tier.slabs():
+                self._tier.create_segment(slab)
+        except TierIOError:
+            if slab not in self._tier.slabs():
+                raise
         crash_point("segment.created")
+        health.disk_bytes = health.device.disk_bytes()
+
+    def probe_all(self) -> None:
+        """A thread of its own, at the start. Raises TierIOError."""
+        for health in self.health.values():
+            health.device.probe()
+            health.disk_bytes = health.device.disk_bytes()
 
     # -- going and coming back -------------------------------------------------------------------
 
@@ -211,15 +241,22 @@ class Devices:
         if not health.pool.close(0):
             health.stuck = health.pool
         health.pool = self._new_pool(health.device)
-        lost = sum(
-            self._store.room.withdraw(Tier.NVME, slab_number(health.device.number, local))
-            for local in health.segments
-        )
+        slabs = [slab_number(health.device.number, local) for local in sorted(health.segments)]
+        lost = self._store.room.close(Tier.NVME, slabs)
+        health.lost.append(lost)
         health.segments.clear()
         log.error(
             "nvme.device_offline",
-            extra={"path": str(health.device.path), "reason": reason, "pages": lost},
+            extra={"path": str(health.device.path), "reason": reason, "pages": len(lost)},
         )
+
+    async def sweep(self) -> None:
+        """Takes the pages of devices that went offline out of the books."""
+        for health in self.health.values():
+            while health.lost:
+                if not self._store.room.clear(health.lost[0], _SWEEP_PAGES):
+                    del health.lost[0]
+                await asyncio.sleep(0)
 
     async def retry(self) -> None:
         """Tries devices that are offline again, those whose time has come; and takes those offline
@@ -238,7 +275,7 @@ class Devices:
                 return
             health.stuck = None
         try:
-            job = health.pool.submit(IoClass.PUT, lambda: _check(health.device))
+            job = health.pool.submit(IoClass.PUT, lambda: _check(health))
             await job.wait(self.timeout_s)
         except TierIOError as error:
             health.reason = str(error)
@@ -289,14 +326,7 @@ class Devices:
         )
 
 
-def _check(device: NvmeDevice) -> None:
-    device.probe()
-    device.look_again()
-
-
-def disk_bytes(health: DeviceHealth) -> int:
-    """What the device's files take on its disk; 0 when it cannot be asked."""
-    try:
-        return health.device.disk_bytes()
-    except TierIOError:
-        return 0
+def _check(health: DeviceHealth) -> None:
+    health.device.probe()
+    health.device.look_again()
+    health.disk_bytes = health.device.disk_bytes()

@@ -28,13 +28,16 @@ from kvtier.core.store import Store
 from kvtier.errors import DirectoryError
 from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.nvme_checkpoint import oldest_number, write_checkpoint
-from kvtier.tiers.nvme_journal import Delete, Drop, Entry, Journal, Mark
+from kvtier.tiers.nvme_journal import Delete, Drop, Entry, Journal, Mark, remove_unused
 from kvtier.tiers.nvme_recovery import remove_old
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
 
 __all__ = ["DirectoryFiles", "Durability", "JournalFile", "StateFiles"]
 
 log = logging.getLogger(__name__)
+
+#: Half of the least time between a checkpoint that failed and the next.
+_AFTER_FAILURE_S = 5.0
 
 #: (fingerprint, generation) of a namespace number, or None once it was bumped or deleted.
 NameOf = Callable[[int], "tuple[bytes, int] | None"]
@@ -71,6 +74,7 @@ class DirectoryFiles:
         self._directory_id = directory_id
 
     async def create_journal(self, number: int) -> JournalFile:
+        await asyncio.to_thread(remove_unused, self._directory, number)
         return await Journal.create(self._directory, number=number, directory_id=self._directory_id)
 
     async def write_checkpoint(self, snapshot: Snapshot, number: int) -> int:
@@ -105,7 +109,11 @@ class Durability:
         self._name_of = name_of
         self._journal: JournalFile | None = None
         self._number = 0
+        self._can_checkpoint = True
         self._marks: dict[int, int] = {}  # slab -> record bytes, in the present journal
+        #: Older journals have to be read by a restart too, and marks in them looked into.
+        self._is_owed = False
+        self._owed: dict[int, int] = {}
         self._marking: dict[int, asyncio.Task[None]] = {}
         self._checkpointing = asyncio.Lock()
         self._checkpoint_at = time.monotonic()
@@ -120,22 +128,25 @@ class Durability:
     @property
     def has_changes(self) -> bool:
         """A checkpoint would save the next start some work."""
-        return bool(self._marks) or self.journal_bytes > 4096
+        return bool(self._marks) or self._is_owed or self.journal_bytes > 4096
 
     @property
     def marked_slabs(self) -> dict[int, int]:
         """Slabs that a restart would have to scan, with their record size."""
-        return dict(self._marks)
+        return self._owed | self._marks
 
-    async def begin(self, number: int, *, has_base: bool) -> None:
+    async def begin(self, number: int, *, has_base: bool, can_checkpoint: bool = True) -> None:
         """Journals from now on, as number `number`. Raises DirectoryError.
 
-        `has_base`: there is a checkpoint that the journals before this one go on from.
+        `has_base`: there is a checkpoint that the journals before this one go on from. Not
+        `can_checkpoint`: the tier is not there in this boot, but its pages may be in the next.
         """
+        self._can_checkpoint = can_checkpoint
         if not has_base:
             self._number = number - 1
             await self.checkpoint()
             return
+        self._is_owed = True  # the journals before
         self._number = number
         self._journal = await self._files.create_journal(number)
 
@@ -153,10 +164,6 @@ class Durability:
         """These copies do not come back. Raises DirectoryError."""
         await self._append([Drop(tuple(generations))])
 
-    async def deleted(self, namespace: int, shard: int, keys: npt.NDArray[np.uint8]) -> None:
-        """No copy of `keys` that was begun before now comes back. Raises DirectoryError."""
-        await self.journal([self.doom(namespace, shard, keys)])
-
     def doom(self, namespace: int, shard: int, keys: npt.NDArray[np.uint8]) -> Delete | None:
         """What has to be journalled of a delete that the store has made in this moment: it covers
         every copy that was begun before, and none that is begun from now on."""
@@ -170,7 +177,11 @@ class Durability:
     async def journal(self, deletes: Sequence[Delete | None]) -> None:
         """Returns when what `doom` gave does not come back. Raises DirectoryError."""
         entries = [delete for delete in deletes if delete is not None]
-        if entries:
+        nbytes = sum(len(delete.keys) for delete in entries)
+        if self.journal_bytes + nbytes > self._journal_bytes_max and self._can_checkpoint:
+            # The store has them no more: a checkpoint says so in less room than their keys take.
+            await self.checkpoint()
+        elif entries:
             await self._append(entries)
 
     async def checkpoint(self) -> None:
@@ -185,17 +196,22 @@ class Durability:
             # No await from here to the end of `take`: what changes before it is in the image, what
             # changes after it in the new journal.
             before, self._journal, self._number = self._journal, following, number
-            self._marks = {}
+            self._owed, self._marks, self._is_owed = self._owed | self._marks, {}, True
             taken = self._store.snapshots.take(Tier.NVME)
-            if before is not None:
-                await before.close()
-            await self._mark_in_flight(taken)
+            # Its entry waits to be written before this gives way to anybody: a later mark of the
+            # same segment comes after it.
+            try:
+                await self._mark_in_flight(taken)
+            finally:
+                if before is not None:
+                    await before.close()
             crash_point("checkpoint.begun")
             snapshot = await asyncio.to_thread(self._snapshot, taken)
             self.checkpoint_bytes = await self._files.write_checkpoint(snapshot, number)
             crash_point("checkpoint.renamed")
             await self._files.remove_old()
             self.checkpoints += 1
+            self._owed, self._is_owed = {}, False
             self._checkpoint_at = time.monotonic()
             self._checkpoint_took_s = self._checkpoint_at - started
         log.info(
@@ -210,11 +226,12 @@ class Durability:
         if not self.has_changes and not is_broken:
             return
         age_s = time.monotonic() - self._checkpoint_at
-        slots = sum(self._segment_bytes // size for size in self._marks.values())
+        slots = sum(self._segment_bytes // size for size in self.marked_slabs.values())
         is_much = self.journal_bytes > self._journal_bytes_max or slots > slots_max
         # However much is written, a checkpoint is at most every second one's work.
         if age_s >= every_s or ((is_much or is_broken) and age_s >= 2 * self._checkpoint_took_s):
-            self._checkpoint_at = time.monotonic()  # also of one that fails
+            # One that fails leaves a journal behind: the next try is not at once.
+            self._checkpoint_at, self._checkpoint_took_s = time.monotonic(), _AFTER_FAILURE_S
             await self.checkpoint()
 
     async def close(self) -> None:

@@ -63,7 +63,7 @@ EVENTS: dict[str, str] = {
     "nvme.no_room": "The file system has no room for another segment.",
     "nvme.recovered": "The pages of earlier boots are back; how many, and how long it took.",
     "nvme.checkpoint": "A checkpoint is written.",
-    "nvme.checkpoint_failed": "The last checkpoint could not be written; a start reads more.",
+    "nvme.end_cut_short": "A step of the end took too long or failed; the next start reads more.",
     "nvme.journal_failed": "The daemon directory took no entry: nothing goes to NVMe meanwhile.",
     "nvme.move_crashed": "A movement met an unexpected error; the traceback follows.",
     "rpc.traced": "A call that named the trace it belongs to (level debug).",

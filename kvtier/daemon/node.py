@@ -22,6 +22,7 @@ from kvtier.core.handles import Reading
 from kvtier.core.page import Codec, Tier
 from kvtier.core.store import Counters, Store
 from kvtier.daemon.admission import Admission
+from kvtier.daemon.durability import Durability
 from kvtier.daemon.flushing import Unflushed
 from kvtier.daemon.metrics import NVME_METRICS, Metrics, Samples
 from kvtier.daemon.nvme import NvmeService
@@ -97,6 +98,8 @@ class Node:
         if parts.nvme is not None:
             self.nvme = NvmeService(parts.nvme, self.store, self.arena, self.registry)
         self.unflushed = Unflushed(self.store)
+        #: What deletes have to be told to: the tier's, or that of a tier that is off in this boot.
+        self.durability: Durability | None = self.nvme.durability if self.nvme else None
         self.admission = Admission(limits)
         self.sessions: Sessions[Place] = Sessions(
             clock=time.monotonic,
@@ -240,10 +243,18 @@ class Node:
         last flush."""
         held, lost = self.unflushed.take(session)
         pages = 0
-        for scope, keys in held:
-            durable = 0
-            if self.nvme is not None:
-                durable = int((await self.nvme.tiering.make_durable(scope, keys)).sum())
+        while held:
+            scope, keys = held[-1]
+            try:
+                durable = 0
+                if self.nvme is not None:
+                    durable = int((await self.nvme.tiering.make_durable(scope, keys)).sum())
+            except BaseException:
+                # Nobody hears of this one: all that it took waits for the next.
+                for left, names in held:
+                    self.unflushed.stored(session, left, [name.tobytes() for name in names])
+                raise
+            held.pop()
             pages += durable
             lost += len(keys) - durable
         return pages, lost

@@ -19,15 +19,14 @@ from kvtier.core.budget import WriteBudget
 from kvtier.core.page import Codec, Tier
 from kvtier.core.snapshots import Copies
 from kvtier.core.store import Store
-from kvtier.daemon.devices import Devices, disk_bytes
+from kvtier.daemon.devices import Devices
 from kvtier.daemon.durability import DirectoryFiles, Durability
 from kvtier.daemon.metrics import Samples
 from kvtier.daemon.nvme_open import DIRECT_MODES, NvmeParts
 from kvtier.daemon.registry import Registry
 from kvtier.daemon.scrub import NvmeSegments
-from kvtier.daemon.tiering import Keys, Tiering
+from kvtier.daemon.tiering import Tiering
 from kvtier.errors import DirectoryError, TierIOError
-from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import (
     journal_bytes_max,
@@ -44,6 +43,9 @@ _CODECS = {CodecName.RAW: Codec.RAW, CodecName.FP8: Codec.FP8}
 #: Headers that a start can read in about a second: more marked slots ask for a checkpoint.
 _SCAN_SLOTS_MAX = 50_000
 _CLEAN_S = 0.05
+_SWEEP_S = 0.1
+#: What each step of the end may take after the drain deadline.
+_END_MOVES_S, _END_SYNC_S, _END_CHECKPOINT_S = 1.0, 2.0, 5.0
 _CLEAN_PAUSE_MAX_S = 2.0
 
 
@@ -82,12 +84,18 @@ class NvmeService:
         started = time.monotonic()
         recovered = await asyncio.to_thread(self._recover)
         self.report = recovered.report
+        spent = self._store.snapshots.last_generation
+        if recovered.last_generation > spent:
+            raise DirectoryError(
+                f"NVMe holds generation {recovered.last_generation}, the daemon directory says"
+                f" that {spent} is the last: its file `generations` is older than the pages",
+                remedy="Put the file back as it was, or start once with `--discard-cache`.",
+            )
         pages = self._load(recovered)
         await self.durability.begin(
             recovered.next_number, has_base=recovered.base_number is not None
         )
-        for device in self.parts.tier.devices:
-            await asyncio.to_thread(device.probe)
+        await asyncio.to_thread(self.devices.probe_all)
         log.info(
             "nvme.recovered",
             extra={
@@ -105,6 +113,7 @@ class NvmeService:
             ("nvme clean", self._clean, _CLEAN_S),
             ("nvme sync", self.devices.sync, config.sync_s),
             ("nvme retry", self.devices.retry, min(config.retry_s, 1.0)),
+            ("nvme sweep", self.devices.sweep, _SWEEP_S),
             ("nvme checkpoint", self._checkpoint_if_due, min(config.checkpoint_s, 1.0)),
         ]
 
@@ -112,30 +121,29 @@ class NvmeService:
         """The segment files, for a scrub that reads them itself."""
         return NvmeSegments(tier=self.parts.tier, direct=DIRECT_MODES[self.parts.config.direct_io])
 
-    async def deleted(self, namespace: int, shard: int, keys: Keys) -> None:
-        """No copy of these pages comes back with a restart. Raises DirectoryError."""
-        await self.durability.deleted(namespace, shard, keys)
-        crash_point("delete.journalled")
-
     async def stop(self, until: float) -> int:
         """Copies down what there is time for, and checkpoints; pages that are lost with the
-        process. `until` is in monotonic seconds."""
+        process. `until` is in monotonic seconds; a device that hangs costs some seconds more."""
         lost = await self.tiering.flush_all(until)
-        await self.tiering.settle(until)
-        await self.tiering.close()
-        await self.devices.sync()
-        try:
-            await self.durability.checkpoint()
-        except DirectoryError as error:
-            log.error("nvme.checkpoint_failed", extra={"error": str(error)})
+        await self._within(_END_MOVES_S, self.tiering.close())
+        await self._within(_END_SYNC_S, self.devices.sync())
+        await self._within(_END_CHECKPOINT_S, self.durability.checkpoint())
         return lost
 
     async def close(self) -> None:
         """Ends everything, whatever state it is in."""
-        await self.tiering.close()
-        await self.durability.close()
+        await self._within(_END_MOVES_S, self.tiering.close())
+        await self._within(_END_CHECKPOINT_S, self.durability.close())
         self.devices.close()
         self.parts.tier.close()
+
+    async def _within(self, seconds: float, work: Awaitable[None]) -> None:
+        """The end of the process waits for no device, and for no full disk."""
+        try:
+            async with asyncio.timeout(seconds):
+                await work
+        except (DirectoryError, TimeoutError) as error:
+            log.error("nvme.end_cut_short", extra={"error": str(error) or f"over {seconds:g} s"})
 
     # -- what is said about it -------------------------------------------------------------------
 
@@ -173,7 +181,7 @@ class NvmeService:
                 ("written",): mover.bytes_written,
                 ("read",): mover.bytes_read,
             },
-            "kvtier_nvme_disk_bytes": {(str(h.device.path),): disk_bytes(h) for h in health},
+            "kvtier_nvme_disk_bytes": {(str(h.device.path),): h.disk_bytes for h in health},
             "kvtier_nvme_device_online": {(str(h.device.path),): h.online for h in health},
             "kvtier_nvme_io_errors_total": {(): devices.io_errors},
             "kvtier_nvme_no_room_total": {(): devices.no_room},

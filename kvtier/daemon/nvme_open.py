@@ -154,18 +154,23 @@ def _open_all(
 
 
 def _with_paths(known: Geometry, paths: tuple[Path, ...]) -> Geometry:
-    """`known` with a device number for every path: that of its own file, or the next free one."""
-    numbers = {path: number for number, path in known.devices}
+    """`known` with a device number for every path: that of its own file, that which it had, or the
+    next free one. Of two copies of one device the first counts; the other is refused when opened.
+    """
+    numbers: dict[Path, int] = {}
+    for path in paths:
+        own = _number_on(path, known.directory_id)
+        if own is not None and own not in numbers.values():
+            numbers[path] = own
+    for number, path in known.devices:
+        if path not in numbers and number not in numbers.values():
+            numbers[path] = number
     if len(numbers.keys() | set(paths)) > DEVICES_MAX:
         # The numbers of paths that are not used any more are given again.
         numbers = {path: number for path, number in numbers.items() if path in paths}
     for path in paths:
         if path not in numbers:
-            moved = _number_on(path, known.directory_id)
-            if moved is not None:
-                numbers = {at: number for at, number in numbers.items() if number != moved}
-            free = next(n for n in range(DEVICES_MAX) if n not in numbers.values())
-            numbers[path] = free if moved is None else moved
+            numbers[path] = next(n for n in range(DEVICES_MAX) if n not in numbers.values())
     devices = sorted((number, path) for path, number in numbers.items())
     return Geometry(
         directory_id=known.directory_id,

@@ -9,7 +9,8 @@ on another one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvtier.core.namespaces import Family, FamilyIdentity, Namespaces, ShardIdentity
@@ -36,6 +37,8 @@ class Registry:
         #: Every number of this boot, ended ones too: events name them.
         self._fingerprints: dict[int, bytes] = {}
         self._layouts: dict[tuple[int, int], Layout] = {}
+        #: Numbers whose end is being made durable: until it is, they count.
+        self._ending: dict[int, tuple[bytes, int]] = {}
         state = directory.load_namespaces()
         self._namespaces = self._loaded(state) if state else self._empty()
         for family in self._namespaces.families():
@@ -53,6 +56,8 @@ class Registry:
 
     def name_of(self, number: int) -> tuple[bytes, int] | None:
         """(fingerprint, generation) behind a present number; None once it was bumped or deleted."""
+        if number in self._ending:
+            return self._ending[number]
         family = self._namespaces.current(number)
         return None if family is None else (family.identity.fingerprint, family.generation)
 
@@ -132,12 +137,13 @@ class Registry:
     ) -> tuple[int, bool]:
         async with self._changing:
             before = self._namespaces.to_state()
-            family, ended = self._namespaces.bump(
-                fingerprint, expected=expected, weights_revision=weights_revision, token=token
-            )
-            if ended is None:
-                return family.tokens[token], False
-            await self._save(before)
+            with self._counting_until_saved(fingerprint):
+                family, ended = self._namespaces.bump(
+                    fingerprint, expected=expected, weights_revision=weights_revision, token=token
+                )
+                if ended is None:
+                    return family.tokens[token], False
+                await self._save(before)
             self._end(ended)
             self._register(family)
             return family.generation, True
@@ -145,11 +151,24 @@ class Registry:
     async def _delete(self, fingerprint: bytes) -> int:
         async with self._changing:
             before = self._namespaces.to_state()
-            number = self._namespaces.delete(fingerprint)
-            await self._save(before)
+            with self._counting_until_saved(fingerprint):
+                number = self._namespaces.delete(fingerprint)
+                await self._save(before)
             pages = self._store.survey.pages_by_namespace().get(number, 0)
             self._end(number)
             return pages
+
+    @contextmanager
+    def _counting_until_saved(self, fingerprint: bytes) -> Iterator[None]:
+        """What is journalled or checkpointed meanwhile is of the namespace as it was: the change
+        can still be taken back."""
+        family = self._namespaces.get(fingerprint)
+        number = family.number
+        self._ending[number] = fingerprint, family.generation
+        try:
+            yield
+        finally:
+            del self._ending[number]
 
     async def _save(self, before: dict[str, Any]) -> None:
         state = self._namespaces.to_state()

@@ -26,6 +26,7 @@ from kvtier.core.store import Store, StoreConfig
 from kvtier.daemon.logs import setup_logging
 from kvtier.daemon.metrics import Exporter
 from kvtier.daemon.node import Node, Parts
+from kvtier.daemon.nvme_absent import keep_deletes
 from kvtier.daemon.nvme_open import prepare
 from kvtier.daemon.process import freeze_heap, tune_allocator
 from kvtier.daemon.selftest import self_test
@@ -98,8 +99,7 @@ async def _serve(effective: Effective, ready_fd: int | None, *, discard_cache: b
         try:
             _export_metrics(node, effective, stack)
             await server.start()
-            if node.nvme is not None:
-                await node.nvme.start()
+            await _start_nvme(node)
             await _first_slab(node)
             await self_test(node)
             _drain_on_signals(node)
@@ -117,6 +117,8 @@ async def _serve(effective: Effective, ready_fd: int | None, *, discard_cache: b
             node.sessions.end_all()
             if node.nvme is not None:
                 await node.nvme.close()
+            elif node.durability is not None:
+                await node.durability.close()
 
 
 def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> Node:
@@ -136,13 +138,15 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
     boot_id = new_boot_id()
     pages_max = arena.capacity_bytes // PAGE_BYTES_PER_INDEX_ENTRY
     tiers = {Tier.HOST: SlabAllocator(slab_bytes=arena.slab_bytes, numbers=range(arena.slab_count))}
+    tier_pages_max = {Tier.HOST: pages_max}
     if nvme is not None:
         tiers[Tier.NVME] = nvme.allocator()
-        pages_max += nvme.pages_max
+        tier_pages_max[Tier.NVME] = nvme.pages_max
     store = Store(
         StoreConfig(
             boot_id=boot_id,
-            pages_max=pages_max,
+            pages_max=sum(tier_pages_max.values()),
+            tier_pages_max=tier_pages_max,
             seed=secrets.randbits(63),
             events_max=config.limits.watch_events_max,
         ),
@@ -169,6 +173,16 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
         node.warn(f"host tier: {grant.reason}")
     arena.start_populating(lambda slab: store.room.grant(Tier.HOST, slab))
     return node
+
+
+async def _start_nvme(node: Node) -> None:
+    """The pages of earlier boots, or what they need in a boot without the tier."""
+    if node.nvme is not None:
+        await node.nvme.start()
+        return
+    node.durability = await keep_deletes(node.directory.path, node.store, node.registry)
+    if node.durability is not None:
+        node.warn("nvme.paths is empty, and there are pages on NVMe: they are not served")
 
 
 async def _first_slab(node: Node) -> None:

@@ -13,7 +13,6 @@ import grpc.aio
 
 from kvtier._version import __version__
 from kvtier.core.page import Tier
-from kvtier.daemon.devices import disk_bytes
 from kvtier.daemon.node import PLANES, Node, NodeState
 from kvtier.daemon.services_quarantine import (
     clear_quarantine,
@@ -140,7 +139,7 @@ def _devices(node: Node) -> list[pb.DeviceStatus]:
             reason=health.reason or health.device.io_reason,
             direct_io=health.device.is_direct,
             capacity_bytes=parts.config.bytes // len(parts.config.paths),
-            disk_bytes=disk_bytes(health),
+            disk_bytes=health.disk_bytes,
         )
         for health in node.nvme.devices.health.values()
     ]

@@ -7,7 +7,6 @@ that takes nothing for `get_idle_ms` is cut off, so that it cannot keep slots. E
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from typing import Any
@@ -17,8 +16,9 @@ import numpy.typing as npt
 
 from kvtier.core.page import Codec, GetCode, Tier
 from kvtier.daemon.admission import ByteBudget
+from kvtier.daemon.idle_reader import write_to_reader
 from kvtier.daemon.node import Node
-from kvtier.errors import Busy, DeadlineExceeded, LimitExceeded
+from kvtier.errors import Busy, LimitExceeded
 from kvtier.transfer.outlet import Outgoing, Outlet
 from kvtier.transfer.place import Place
 from kvtier.transfer.wire import encode_get
@@ -43,7 +43,6 @@ async def get(
     context: Any,
 ) -> None:
     """Raises DeadlineExceeded when the reader stands still."""
-    idle_s = node.config.limits.get_idle_ms / 1000
     if len(request.accept) > _ACCEPT_MAX:
         raise LimitExceeded(
             f"accept has {len(request.accept)} entries, the limit is {_ACCEPT_MAX}",
@@ -62,33 +61,22 @@ async def get(
         sample_one_in=node.config.host.sample_one_in,
         mover=node.nvme.mover if node.nvme else None,
     )
-    try:
-        async with outlet:
-            with node.admission.budget() as budget:
-                async with asyncio.timeout(idle_s) as silence:
-                    writer = _Writer(node, context, budget, silence=silence)
-                    async for page in outlet:
-                        await writer.page(page)
-                    await writer.flush()
-            writer.ended()
-            for tier, pages in outlet.corrupt.items():
-                log.error("page.corrupt", extra={"tier": tier.name.lower(), "pages": pages})
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"the reader took nothing for {idle_s:g} s (limits.get_idle_ms)",
-            remedy="Read without long pauses, or raise limits.get_idle_ms.",
-        ) from None
+    async with outlet:
+        with node.admission.budget() as budget:
+            writer = _Writer(node, context, budget)
+            async for page in outlet:
+                await writer.page(page)
+            await writer.flush()
+        writer.ended()
+        for tier, pages in outlet.corrupt.items():
+            log.error("page.corrupt", extra={"tier": tier.name.lower(), "pages": pages})
 
 
 class _Writer:
-    def __init__(
-        self, node: Node, context: Any, budget: ByteBudget, *, silence: asyncio.Timeout
-    ) -> None:
+    def __init__(self, node: Node, context: Any, budget: ByteBudget) -> None:
         self._node = node
         self._context = context
         self._budget = budget
-        self._silence = silence
-        self._idle_s = node.config.limits.get_idle_ms / 1000
         self._chunk = node.config.limits.chunk_bytes
         self._call_bytes_left = node.config.limits.bytes_per_call_max
         self._head = pb.GetResponse()
@@ -100,8 +88,6 @@ class _Writer:
 
     async def page(self, page: Outgoing) -> None:
         """Announces one page and takes its bytes; sends what has become a whole message."""
-        if page.tier is Tier.NVME:
-            self._restart_silence()  # the reader had to wait for the device, not we for it
         code = self._admitted(page)
         self._codes.append(code.name.lower())
         if code is GetCode.HIT and page.tier is not None:
@@ -122,16 +108,12 @@ class _Writer:
         message = encode_get(self._head, self._pieces)
         count = self._held
         self._head, self._pieces, self._held = pb.GetResponse(), [], 0
-        await self._context.write(message)
+        await write_to_reader(self._node, self._context, message)
         self._sent += count
         self._node.admission.give(self._budget, count)
-        self._restart_silence()
 
     def ended(self) -> None:
         self._node.metrics.get_ended(self._codes, self._sent, self._hits)
-
-    def _restart_silence(self) -> None:
-        self._silence.reschedule(asyncio.get_running_loop().time() + self._idle_s)
 
     def _admitted(self, page: Outgoing) -> GetCode:
         """The page's own code, or BUSY when its bytes are more than may be under way."""

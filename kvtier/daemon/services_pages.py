@@ -25,6 +25,8 @@ from kvtier.errors import (
     NamespaceMismatch,
 )
 from kvtier.packing.layout import Layout
+from kvtier.tiers.crash_points import crash_point
+from kvtier.tiers.nvme_frames import Delete
 from kvtier.transfer.messages import layout_from_proto
 from kvtier.transfer.place import Place
 from kvtier.v1 import pages_pb2 as pb
@@ -128,13 +130,19 @@ class PagesService:
         place = self._place(request.handle)
         keys = parse_keys(request.keys, self._node)
         codes: list[int] = []
+        dooms: list[Delete | None] = []
+        durability = self._node.durability
         # Tail first, as the store does inside a slice; the loop breathes between slices.
         for end in range(len(keys), 0, -_DELETE_SLICE):
             part = keys[max(0, end - _DELETE_SLICE) : end]
             codes[:0] = self._node.store.delete(place.namespace, place.shard, part).tolist()
+            if durability is not None:
+                # In the same step: a page that is put after this one is not meant.
+                dooms.append(durability.doom(place.namespace, place.shard, part))
             await asyncio.sleep(0)
-        if self._node.nvme is not None:
-            await self._node.nvme.deleted(place.namespace, place.shard, keys)
+        if durability is not None:
+            await durability.journal(dooms)
+            crash_point("delete.journalled")
         return pb.DeleteResponse(codes=codes)  # type: ignore[arg-type]
 
     async def pin(self, request: pb.PinRequest, _context: Context) -> pb.PinResponse:

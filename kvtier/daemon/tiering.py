@@ -44,6 +44,7 @@ SubjectOf = Callable[[int, int, bytes], "Subject | None"]
 
 #: Pages that the cleaner copies between two looks at what is coldest.
 _CLEAN_PAGES = 256
+_REFUSED_MAX = 65_536
 
 
 class Tiering:
@@ -69,6 +70,8 @@ class Tiering:
         #: Pages on their way down: who asks for one of them again waits for the same copy.
         self._going_down: dict[tuple[int, int, bytes], asyncio.Future[MoveCode]] = {}
         self.dropped: Counter[str] = Counter()
+        # Generations of copies that NVMe cannot take: the cleaner must not begin with them again.
+        self._refused: dict[int, None] = {}
 
     @property
     def under_way(self) -> int:
@@ -128,9 +131,10 @@ class Tiering:
             Tier.HOST,
             coldest_bytes=want,
             uses_min=uses,
-            rows_max=_CLEAN_PAGES,
+            rows_max=_CLEAN_PAGES + len(self._refused),
         )
-        return len(rows), await self._down_rows(rows.tolist(), IoClass.DEMOTE)
+        codes = await self._down_rows(rows.tolist(), IoClass.DEMOTE)
+        return codes.total(), codes[MoveCode.DONE]
 
     async def flush_all(self, until: float) -> int:
         """Copies every page that is in host memory alone down, the latest used first, as long as
@@ -141,7 +145,8 @@ class Tiering:
         try:
             async with asyncio.timeout_at(until):
                 for at in range(0, len(rows), _CLEAN_PAGES):
-                    if not await self._down_rows(rows[at : at + _CLEAN_PAGES], IoClass.PUT):
+                    codes = await self._down_rows(rows[at : at + _CLEAN_PAGES], IoClass.PUT)
+                    if codes[MoveCode.BUSY] and not codes[MoveCode.DONE]:
                         break  # nothing goes down any more
         except TimeoutError:
             pass
@@ -168,21 +173,25 @@ class Tiering:
 
     # -- one page --------------------------------------------------------------------------------
 
-    async def _down_rows(self, rows: list[int], io_class: IoClass) -> int:
-        """How many are there then."""
-        queue, done = iter(rows), 0
+    async def _down_rows(self, rows: list[int], io_class: IoClass) -> Counter[MoveCode]:
+        """What came of those that were there, and have not been refused before."""
+        queue = iter(rows)
+        codes: Counter[MoveCode] = Counter()
 
         async def work() -> None:
-            nonlocal done
             for row in queue:
                 found = self._store.survey.acquire_row(row)
-                if found is not None:
-                    done += await self._down(*found, io_class) is MoveCode.DONE
+                if found is None:
+                    continue
+                if found[0].ref.generation in self._refused:
+                    found[0].release()
+                else:
+                    codes[await self._down(*found, io_class)] += 1
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(len(rows), 2 * self._config.io_threads)):
                 group.create_task(work())
-        return done
+        return codes
 
     async def _down_by_key(self, scope: Scope, key: Keys, io_class: IoClass) -> MoveCode:
         (reading,) = self._store.acquire(*scope, key.reshape(1, KEY_BYTES), is_use=False)
@@ -219,6 +228,10 @@ class Tiering:
                 self.dropped["budget"] += 1
                 return MoveCode.BUSY
             code = await self._mover.demote(reading.again(), page, io_class)
+        if code is MoveCode.REFUSED:
+            self._refused[reading.ref.generation] = None
+            if len(self._refused) > _REFUSED_MAX:
+                del self._refused[next(iter(self._refused))]
         if code is not MoveCode.DONE and io_class is IoClass.DEMOTE:
             self.dropped[code.value] += 1
         return code

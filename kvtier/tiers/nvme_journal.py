@@ -69,6 +69,7 @@ __all__ = [
     "journal_paths",
     "read_journal",
     "remove_old",
+    "remove_unused",
 ]
 
 _NAME: Final = re.compile(r"journal-(\d{10})")
@@ -295,6 +296,19 @@ def remove_old(directory: Path, keep_from: int) -> None:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise unwritable(path, error) from error
+
+
+def remove_unused(directory: Path, number: int) -> None:
+    """Deletes the journal `number` if it has no entry: left by a `create` that failed half-way and
+    could not take it back. Raises DirectoryError."""
+    path = directory / _name(number)
+    try:
+        if path.stat().st_size <= JOURNAL_HEAD_BYTES:
+            path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def _name(number: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
 
+from kvtier.core.page import PutCode
 from kvtier.errors import TierIOError
 from kvtier.packing.layout import Layout
 from kvtier.tiers.base import TierDevice
@@ -28,6 +29,13 @@ class MoveCode(Enum):
     IO_ERROR = "io_error"
     TIMEOUT = "timeout"
     REFUSED = "refused"  # the page cannot be in that tier: too long, or not to be packed
+
+    @classmethod
+    def of_refusal(cls, code: PutCode) -> MoveCode:
+        """What a reservation that was refused comes to."""
+        if code is PutCode.EXISTS:
+            return cls.DONE
+        return cls.GONE if code is PutCode.STALE_GENERATION else cls.BUSY
 
 
 class Lower(Protocol):

@@ -28,30 +28,16 @@ from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.direct_file import aligned_buffer
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.io_pool import IoClass, IoJob
+from kvtier.transfer.bounced import Bounced
 from kvtier.transfer.lower import Lower, MoveCode, Subject
 from kvtier.transfer.place import Copy, Identity, check, load
 
-__all__ = ["Bounced", "Lower", "MoveCode", "Mover", "Subject"]
+__all__ = ["Lower", "MoveCode", "Mover", "Subject"]
 
 T = TypeVar("T")
 
 #: Memory for pages that are served from NVMe while the arena has no room for them.
 _BOUNCE_BYTES_MAX = 64 << 20
-
-
-class Bounced:
-    """A page in memory of its own, counted until `release`."""
-
-    def __init__(self, mover: Mover, size: int) -> None:
-        self._mover = mover
-        self._size = size
-        self.copy: Copy | None = None
-        mover.bounced_bytes += size
-
-    def release(self) -> None:
-        self._mover.bounced_bytes -= self._size
-        self._size = 0
-        self.copy = None
 
 
 class Mover:
@@ -90,7 +76,7 @@ class Mover:
         packed = await self._packed(source, page, copy)
         if isinstance(packed, MoveCode):
             return packed
-        meta, private = packed
+        meta = packed[0]
         size = record_bytes(meta.length)
         if size > self._lower.segment_bytes:
             return MoveCode.REFUSED
@@ -100,11 +86,28 @@ class Mover:
             page.namespace, page.shard, meta, size, tier=Tier.NVME, source=source
         )
         if not isinstance(target, Filling):
-            return _of_refusal(target)
+            return MoveCode.of_refusal(target)
         movement = Movement(source, target)
-        header = encode_header(copy.header.of_copy(target.ref, meta))
+        try:
+            return await self._write_down(movement, page, copy, packed, io_class)
+        finally:
+            if not movement.is_over:  # something that nobody expected was raised
+                movement.fail()
+
+    async def _write_down(
+        self,
+        movement: Movement,
+        page: Subject,
+        copy: Copy,
+        packed: tuple[PageMeta, memoryview | None],
+        io_class: IoClass,
+    ) -> MoveCode:
+        """Writes the record of `copy`, with the payload as it is or as it was packed."""
+        meta, private = packed
+        source, target = movement.source, movement.target
+        size = record_bytes(meta.length)
         block = aligned_buffer(HEADER_BYTES if private is None else size)
-        block[:HEADER_BYTES] = header
+        block[:HEADER_BYTES] = encode_header(copy.header.of_copy(target.ref, meta))
         if private is None:
             payload = self._arena.view(source.ref.slot, HEADER_BYTES, size - HEADER_BYTES)
             parts = [block, payload]
@@ -231,16 +234,14 @@ class Mover:
             payload_sum=NO_SUM,
             lossy=source.lossy,
         )
+        movement: Movement | None = None
         try:
             target = self._store.reserve(page.namespace, page.shard, known, size, source=source)
             if not isinstance(target, Filling):
-                return _of_refusal(target)
+                return MoveCode.of_refusal(target)
             movement = Movement(source, target)
             into = self._arena.view(target.ref.slot, 0, size)
-            try:
-                copy = await self._read(movement, page, into, io_class)
-            except Busy:
-                return MoveCode.BUSY
+            copy = await self._read(movement, page, into, io_class)
             if isinstance(copy, MoveCode):
                 return copy
             target.meta = copy.header.meta
@@ -251,7 +252,11 @@ class Mover:
             code = movement.publish()
             crash_point("promote.sealed")
             return MoveCode.DONE if code.is_stored else MoveCode.GONE
+        except Busy:
+            return MoveCode.BUSY
         finally:
+            if movement is not None and not movement.is_over:
+                movement.fail()  # something that nobody expected was raised
             source.release()
 
     async def _read(
@@ -344,7 +349,7 @@ class Mover:
         except Busy:
             held.release()
             return MoveCode.BUSY
-        bounced = Bounced(self, size)
+        bounced = Bounced(self._count_bounced, size)
         job.add_done(held.release)
         try:
             copy = await self._wait(job)
@@ -366,6 +371,9 @@ class Mover:
             return bounced
         bounced.release()
         return await self.condemn(source)
+
+    def _count_bounced(self, nbytes: int) -> None:
+        self.bounced_bytes += nbytes
 
     # -- both ------------------------------------------------------------------------------------
 
@@ -390,9 +398,3 @@ class Mover:
             held.release()
 
         job.add_done(ended)
-
-
-def _of_refusal(code: PutCode) -> MoveCode:
-    if code is PutCode.EXISTS:
-        return MoveCode.DONE
-    return MoveCode.GONE if code is PutCode.STALE_GENERATION else MoveCode.BUSY

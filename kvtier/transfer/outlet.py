@@ -24,7 +24,8 @@ from kvtier.core.store import Store
 from kvtier.packing.record import RecordHeader, record_bytes
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.io_pool import IoClass
-from kvtier.transfer.mover import Bounced, MoveCode, Mover, Subject
+from kvtier.transfer.bounced import Bounced
+from kvtier.transfer.mover import MoveCode, Mover, Subject
 from kvtier.transfer.place import Copy, Place, Verify, load
 
 __all__ = ["Outgoing", "Outlet"]

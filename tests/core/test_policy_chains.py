@@ -40,8 +40,13 @@ def disturb(pages: Chains, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", POLICIES)
-def test_only_what_nothing_keeps_goes_and_all_of_it_can(name: str, seed: int) -> None:
+@pytest.mark.parametrize("name", [*POLICIES, "s3-fifo in strides"])
+def test_only_what_nothing_keeps_goes_and_all_of_it_can(
+    monkeypatch: pytest.MonkeyPatch, name: str, seed: int
+) -> None:
+    if name not in POLICIES:
+        name = "s3-fifo"
+        monkeypatch.setattr("kvtier.core.policy.s3fifo._STEPS_MIN", 1)
     rng = np.random.default_rng(seed)
     pages = Chains(POLICIES[name], 40)
     for n in range(1500):

@@ -48,6 +48,8 @@ class FaultyDisk:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+        #: How long it takes to make a segment.
+        self.create_s = 0.0
         self._of_slot: dict[int, FaultyTier] = {}
         self._of_all = FaultyTier(inner, seed=0)
         self._plans: list[FaultyTier] = [self._of_all]
@@ -87,6 +89,10 @@ class FaultyDisk:
 
     def count(self, kind: FaultKind) -> int:
         return sum(made.count(kind) for made in self._plans)
+
+    def create_segment(self, slab: int) -> None:
+        time.sleep(self.create_s)
+        self.inner.create_segment(slab)
 
     def write(self, slot: int, parts: Sequence[Buffer], offset: int = 0) -> None:
         self._of_slot.get(slot, self._of_all).write(slot, parts, offset)

@@ -148,6 +148,26 @@ async def test_files_that_are_cut_by_hand_between_lookup_and_get(base):
         await daemon.settled()
 
 
+@on_loop
+async def test_a_put_that_is_cancelled_while_the_tier_grows_for_it(base):
+    """The segment is made all the same; who needs it next finds it, and not that it is there."""
+    first, second = keys_of(range(2))
+    async with running(base) as daemon:
+        ns = await daemon.namespace()
+        daemon.disk.create_s = 0.2
+        put = asyncio.create_task(ns.put([first], pages_of([first]), durable="nvme"))
+        await until(lambda: daemon.counts(Tier.HOST).pinned)
+        await asyncio.sleep(0.05)
+        put.cancel()
+        await asyncio.wait([put])
+        await until(lambda: not daemon.counts(Tier.HOST).pinned)
+        other = await ns.put([second], pages_of([second]), durable="nvme")
+        assert other.durable == 1
+        assert [device.is_online for device in (await daemon.kv.status()).devices] == [True]
+        assert len(daemon.disk.slabs()) == 1
+        await daemon.settled()
+
+
 # -- everything at once ---------------------------------------------------------------------------
 
 BIG = 96 << 10

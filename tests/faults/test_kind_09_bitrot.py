@@ -29,9 +29,9 @@ from kvtier.tiers.nvme_journal import journal_paths
 
 HIT, MISS, CORRUPT = GetCode.HIT, GetCode.MISS, GetCode.CORRUPT
 PAGES = Pages(600)
-COUNT = 1_000
+COUNT = 600
 FLIPS = 1_000
-SETTINGS = ("nvme.bytes=16MiB", "nvme.checkpoint_s=3600")
+SETTINGS = ("nvme.bytes=8MiB", "nvme.checkpoint_s=3600")
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_bits_of_state_files(daemon, connect):
     right = [MISS] * 50 + [HIT] * COUNT + [MISS] * 10
 
     checkpoint = daemon.directory / "checkpoint"
-    for _ in range(4):
+    for _ in range(3):
         flip_bit(checkpoint, rng.randrange(checkpoint.stat().st_size), rng.randrange(8))
         daemon.start()
         kv, ns = opened(connect, daemon)
@@ -216,7 +216,7 @@ def test_bits_of_state_files(daemon, connect):
     journal = max(journal_paths(daemon.directory).values())
     data = journal.read_bytes()
     frames = [at for at in range(64, len(data), 64) if data[at : at + 8] == b"\x89KVTFRM\n"]
-    for _ in range(4):
+    for _ in range(3):
         frame = rng.choice(frames[1:-1])
         length = int.from_bytes(data[frame + 8 : frame + 12], "little")
         flip_bit(journal, frame + rng.randrange(32 + length), rng.randrange(8))

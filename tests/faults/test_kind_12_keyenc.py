@@ -91,7 +91,7 @@ async def test_a_parent_of_zeros_is_a_parent(base):
         ns = await daemon.namespace()
         assert (await get_checked(ns, [head, tail, alone])).prefix == 3
         for tier in (Tier.NVME, Tier.HOST):
-            at = {key: i for i in daemon.store.survey.sealed_rows(tier) for key in [table.key(int(i))]}
+            at = {table.key(row): row for row in daemon.store.survey.sealed_rows(tier).tolist()}
             assert table.parent[at[tail]] == at[head] + 1
             assert table.parent[at[head]] == table.parent[at[alone]] == 0
         await daemon.settled()

@@ -12,6 +12,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
+import kvtier
 from kvtier.core.page import GetCode, Tier
 from kvtier.testing.faulty_tier import FaultKind
 from tests.faults.kinds_rig import (
@@ -57,9 +58,9 @@ async def replay(daemon, ns, trace, *, step=4):
         missing = [key for key, item in zip(keys, got, strict=True) if item.ref is None]
         while missing:
             put = await ns.put(missing, pages_of(missing, PAGE), chain=False)
-            # BUSY while all of a small host tier is on its way down.
             missing = [key for key, item in zip(missing, put, strict=True) if not item.is_stored]
-    await until(lambda: daemon.node.nvme.tiering.under_way == 0)
+            # An engine that outran the device would have pages dropped, and counted.
+            await until(lambda: daemon.node.nvme.tiering.under_way == 0)
     return hits
 
 
@@ -74,9 +75,7 @@ async def test_write_through_finds_everything_again(base, pool):
         assert not any(await replay(daemon, ns, trace))
         second = await replay(daemon, ns, trace)
         dropped = sum(daemon.node.nvme.tiering.dropped.values())
-        assert sum(second) + dropped >= 0.98 * len(trace), "what is not found was counted"
-        if pool >= 0.5:
-            assert sum(second) >= 0.98 * len(trace)
+        assert sum(second) >= 0.98 * len(trace), f"{dropped} were given up"
         await daemon.settled()
 
 
@@ -87,7 +86,7 @@ async def test_a_tier_too_small_for_all_is_no_worse_than_lru(base, pool):
     settings = (
         "nvme.write_policy=through",
         f"host.bytes={POOLS[pool]}",
-        "nvme.bytes=12MiB",
+        "nvme.bytes=8MiB",
     )
     rng = np.random.default_rng(28)
     trace = (rng.zipf(1.2, WORKING_SET) % WORKING_SET).tolist()
@@ -141,7 +140,7 @@ async def test_50_writers_do_not_take_a_page_from_its_reader(base):
                 await ns.put(some, [page] * 2, chain=False)
 
         writers = [asyncio.create_task(write()) for _ in range(50)]
-        while reads < 20:
+        while reads < 12:
             began = time.monotonic()
             got = await get_checked(ns, keys, PAGE)
             slowest = max(slowest, time.monotonic() - began)
@@ -178,6 +177,35 @@ async def test_demotions_do_not_starve_gets(base):
         assert daemon.node.nvme.tiering.under_way > 50
         daemon.disk.heal()
         await until(lambda: daemon.node.nvme.tiering.under_way == 0)
+        await daemon.settled()
+
+
+@pytest.mark.parametrize("call", ["put", "flush"])
+@on_loop
+async def test_copies_that_nobody_waits_for_do_not_starve_a_durable_put_or_a_flush(base, call):
+    """Hundreds of them wait for a slow device, those of the same pages among them."""
+    settings = ("nvme.write_policy=through", "host.bytes=32MiB", "nvme.io_threads=1")
+    keys = keys_of(["first"])
+    async with running(base, *settings, "nvme.bytes=64MiB") as daemon:
+        ns = await daemon.namespace(PAGE)
+        daemon.disk.plan(always(FaultKind.SLOW, WRITE, delay_s=0.05))
+        async with kvtier.aio.connect(daemon.url, deadline=20.0) as other:
+            crowd = await other.namespace(ns.layout, tenant="t")
+            for at in range(0, 200, 50):
+                some = keys_of(f"down {n}" for n in range(at, at + 50))
+                await crowd.put(some, pages_of(some, PAGE), chain=False)
+        assert daemon.node.nvme.tiering.under_way > 150
+        began = time.monotonic()
+        if call == "put":
+            assert (await ns.put(keys, pages_of(keys, PAGE), durable="nvme")).durable == 1
+        else:
+            assert (await ns.put(keys, pages_of(keys, PAGE))).stored == 1
+            assert (await daemon.kv.flush()).pages_lost == 0
+        assert daemon.node.nvme.tiering.under_way > 50, "behind the others it would be 10 s"
+        assert time.monotonic() - began < 5.0
+        daemon.disk.heal()
+        await until(lambda: daemon.node.nvme.tiering.under_way == 0)
+        assert daemon.counts(Tier.NVME).sealed == 201
         await daemon.settled()
 
 

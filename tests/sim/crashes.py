@@ -1,18 +1,38 @@
-"""Errors that the daemon would only log, because nobody waits for the task that had them: here each
-of them ends the run."""
+"""What would go unseen in a run, or never end it: errors that the daemon only logs, because nobody
+waits for the task that had them, and loops without a way out."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from types import TracebackType
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import Any
 
 from tests.sim.oracle import Broken
 
-__all__ = ["CrashLog"]
+__all__ = ["CrashLog", "no_longer_than"]
 
 _LOGGER = logging.getLogger("kvtier")
+
+
+@contextmanager
+def no_longer_than(cpu_s: float, seed: int) -> Iterator[None]:
+    """Raises Broken in the middle of whatever uses up so much time of the processor. Main thread."""
+
+    def stop(_number: int, frame: FrameType | None) -> None:
+        where = f"{frame.f_code.co_qualname}:{frame.f_lineno}" if frame is not None else "somewhere"
+        raise Broken(f"seed {seed}: it goes round in circles in {where}")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class CrashLog(logging.Handler):

@@ -32,7 +32,7 @@ from kvtier.tiers.nvme_recovery import Recovered
 from kvtier.transfer.place import Place
 from tests.sim.boot import Boot, Machine
 from tests.sim.clients import Clients
-from tests.sim.crashes import CrashLog
+from tests.sim.crashes import CrashLog, no_longer_than
 from tests.sim.ending import settle, stop
 from tests.sim.oracle import Broken, Counts, Oracle, Space
 from tests.sim.settings import draw_setting
@@ -46,6 +46,8 @@ _SCRIPTS = 6
 #: name -> (payload bytes, shards)
 _FAMILIES = {"model0": (3000, 1), "model1": (3000, 2), "model2": (20000, 1)}
 _NVME_BYTES = 1 << 44
+#: Many times what a boot needs.
+_BOOT_CPU_S = 20.0
 
 
 class Ending(Enum):
@@ -111,7 +113,8 @@ class World:
         loop.set_exception_handler(crashes.in_loop)
         self._scripts, self._others = [], []
         try:
-            ending = loop.run_until_complete(self._live(boot, crashes))
+            with no_longer_than(_BOOT_CPU_S, self.seed):
+                ending = loop.run_until_complete(self._live(boot, crashes))
             self._end(boot, ending)
             return ending
         finally:

@@ -69,7 +69,7 @@ class RowQueue:
         self._table.queued[row] = self._end
         self._where[row] = self.number
 
-    def extend(self, rows: npt.NDArray[np.int64]) -> None:
+    def extend(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
         """As `append` for each of `rows`; a row named twice ends at the first of its places."""
         n = len(rows)
         if self._end + n > len(self._rows):
@@ -131,7 +131,7 @@ class RowQueue:
                 return row
             self._begin += 1
             skipped += 1
-            if False:
+            if skipped == _SKIPPED_ONE_BY_ONE:
                 self._skip()
         self._begin = self._end = 0
         return NO_ROW

@@ -28,10 +28,10 @@ __all__ = ["S3Fifo"]
 _USES_MAX = 3
 _USES_TO_GO_ON = 2
 _SMALL_PART = 10  # of the capacity: one in so many
-#: Pages that go round one by one, for one victim: so many and one in so many of the main queue.
-#: That is about what `_go_round` costs.
-_ROUNDS_MIN = 256
-_ROUNDS_PART = 64
+#: Steps one by one for one victim: so many, and one in so many of the pages. That is about what
+#: `_many_steps` costs.
+_STEPS_MIN = 256
+_STEPS_PART = 64
 
 
 class S3Fifo(TwoQueues):
@@ -56,12 +56,11 @@ class S3Fifo(TwoQueues):
 
     def _settle(self) -> RowQueue | None:
         small, main = self._young, self._old
-        rounds = 0
+        steps = 0
         while True:
-            is_small = small.members * _SMALL_PART >= self.capacity()
-            queue, other = (small, main) if is_small else (main, small)
+            queue = small if self._gives_small() else main
             if (row := queue.first()) == NO_ROW:
-                queue = other
+                queue = main if queue is small else small
                 if (row := queue.first()) == NO_ROW:
                     return None
             if queue is small and self._uses[row] >= _USES_TO_GO_ON:
@@ -76,22 +75,47 @@ class S3Fifo(TwoQueues):
                 main.take()
                 main.append(row)
                 self._uses[row] -= 1
-                rounds += 1
-                if rounds > _ROUNDS_MIN + main.members // _ROUNDS_PART:
-                    self._go_round()
-                    rounds = 0
             else:
                 return queue
+            steps += 1
+            if steps > _STEPS_MIN + self._pages() // _STEPS_PART:
+                self._many_steps()
+                steps = 0
+
+    def _gives_small(self) -> bool:
+        return self._young.members * _SMALL_PART >= self.capacity()
+
+    def _many_steps(self) -> None:
+        """What many turns of `_settle` come to, in one pass: a million pages of three uses each
+        would keep the lock for seconds."""
+        if self._gives_small():
+            self._go_on()
+        else:
+            self._go_round()
+
+    def _go_on(self) -> None:
+        """The small queue up to the first page to evict, or until it is small."""
+        small, main, uses = self._young, self._old, self._uses_np
+        rows = small.waiting()
+        is_popular = uses[rows] >= _USES_TO_GO_ON
+        surplus = small.members - (self.capacity() - 1) // _SMALL_PART
+        ends = np.flatnonzero(~(is_popular | self._are_kept(rows)))
+        ends = np.append(ends, np.flatnonzero(np.cumsum(is_popular) > surplus))
+        end = int(ends.min(initial=len(rows)))
+        rows, is_popular = rows[:end], is_popular[:end]
+        popular = rows[is_popular]
+        self._table.column("queued")[rows[~is_popular]] = 0  # kept: `ready` puts them back
+        uses[popular] = 0
+        main.extend(popular)
+        small.members -= len(popular)
+        main.members += len(popular)
 
     def _go_round(self) -> None:
-        """What letting pages of the main queue go round, until one has no uses left, comes to.
-
-        A full round leaves the order as it was and takes a use from all, so all of them are taken
-        at once: a million pages of three uses each would keep the lock for seconds.
-        """
-        table, main, uses = self._table, self._old, self._uses_np
+        """The main queue up to the first page without uses left. A full round leaves the order as
+        it was and takes a use from all, so full rounds are taken at once."""
+        main, uses = self._old, self._uses_np
         rows = main.waiting()
-        free = (table.column("children")[rows] == 0) & (table.column("leases")[rows] == 0)
+        free = ~self._are_kept(rows)
         if not bool(free.any()):
             return
         least = uses[rows[free]].min()
@@ -99,6 +123,12 @@ class S3Fifo(TwoQueues):
         passed = rows[: int(np.argmax(free & (uses[rows] == 0)))]
         uses[passed] -= np.minimum(uses[passed], np.uint8(1))
         main.rotate(len(passed))
+
+    def _are_kept(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        table = self._table
+        kept: npt.NDArray[np.bool_] = table.column("children")[rows] != 0
+        kept |= table.column("leases")[rows] != 0
+        return kept
 
     def _remember(self, row: int, queue: RowQueue) -> None:
         if queue is self._young:

@@ -1,0 +1,34 @@
+"""A daemon without NVMe over a directory that has pages on it: they wait for the next boot with the
+tier, and what is deleted meanwhile must not come back then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.core.store import Store
+from kvtier.daemon.durability import DirectoryFiles, Durability
+from kvtier.daemon.registry import Registry
+from kvtier.tiers.nvme_checkpoint import CHECKPOINT, CHECKPOINT_OLD
+from kvtier.tiers.nvme_geometry import load_geometry
+from kvtier.tiers.nvme_journal import journal_paths
+
+__all__ = ["keep_deletes"]
+
+
+async def keep_deletes(directory: Path, store: Store, registry: Registry) -> Durability | None:
+    """What deletes have to be told to; None when nothing is on NVMe. Raises DirectoryError."""
+    geometry = load_geometry(directory)
+    journals = journal_paths(directory)
+    has_checkpoint = any((directory / name).exists() for name in (CHECKPOINT, CHECKPOINT_OLD))
+    if geometry is None or not journals or not has_checkpoint:
+        return None
+    durability = Durability(
+        DirectoryFiles(directory, geometry.directory_id),
+        store,
+        name_of=registry.name_of,
+        segment_bytes=geometry.segment_bytes,
+        journal_bytes_max=0,
+    )
+    await durability.begin(max(journals) + 1, has_base=True, can_checkpoint=False)
+    return durability
