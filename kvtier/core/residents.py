@@ -115,8 +115,7 @@ class Residents:
         self.index.insert_many(rows)
         for record_bytes in np.unique(self.table.column("record")[rows]).tolist():
             queue = self.queue(tier, record_bytes)
-            for row in rows[self.table.column("record")[rows] == record_bytes].tolist():
-                queue.admit(row)
+            queue.admit_many(rows[self.table.column("record")[rows] == record_bytes])
         self.changes += 1
 
     def abandon(self, row: int) -> None:

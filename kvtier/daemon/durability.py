@@ -7,7 +7,7 @@
     checkpoint  a new journal is begun in the same moment that the store is copied; then the copy
                 is written; only then the journals before it go
 
-Event loop's thread; what takes time is done on others.
+Event loop's thread; what takes time is done on others, which ask `name_of` too.
 """
 
 from __future__ import annotations

@@ -6,8 +6,10 @@
     selective    as back, but pages that were never used again are left to be dropped
     on demand    `durability` NVME, Flush, Demote, Prefetch
 
-Every movement counts against `nvme.queue_pages_max`. Over it, what somebody asked for is BUSY, and
-what nobody waits for is dropped and counted: host memory then gives pages up that are nowhere else.
+What is started for a caller who does not wait counts against `nvme.queue_pages_max`; over it, it is
+BUSY or, for write-through, dropped and counted. The cleaner, Flush and durable puts start no more
+than keep the devices busy, and wait. Host memory gives pages up that are nowhere else when copying
+cannot keep pace.
 Event loop's thread.
 """
 
@@ -65,10 +67,14 @@ class Tiering:
         self._subject_of = subject_of
         self._budget = budget
         self._tasks: set[asyncio.Task[Any]] = set()
-        # Of those under way, as many hold a slot as keep the devices busy; the others only wait.
-        self._writing = asyncio.Semaphore(2 * streams)
-        #: Pages on their way down: who asks for one of them again waits for the same copy.
-        self._going_down: dict[tuple[int, int, bytes], asyncio.Future[MoveCode]] = {}
+        # Of those under way, as many hold a slot as keep the devices busy; the others only wait,
+        # and what somebody waits for not behind what nobody does.
+        self._writing = {
+            is_background: asyncio.Semaphore(2 * streams) for is_background in (False, True)
+        }
+        # Pages on their way down, by name: who asks for one again waits for the same copy, but
+        # does not wait in the background for it.
+        self._going_down: dict[tuple[int, int, bytes, bool], asyncio.Future[MoveCode]] = {}
         self.dropped: Counter[str] = Counter()
         # Generations of copies that NVMe cannot take: the cleaner must not begin with them again.
         self._refused: dict[int, None] = {}
@@ -209,21 +215,23 @@ class Tiering:
         if page is None or reading.ref.tier is not Tier.HOST:
             reading.release()
             return MoveCode.GONE if page is None else MoveCode.DONE
-        if (under_way := self._going_down.get(page.name)) is not None:
+        place = (*page.name, io_class.is_background)
+        under_way = self._going_down.get((*page.name, False)) or self._going_down.get(place)
+        if under_way is not None:
             reading.release()
             return await asyncio.shield(under_way)
         code = MoveCode.BUSY  # what the others hear when this one is cancelled
-        told = self._going_down[page.name] = asyncio.get_running_loop().create_future()
+        told = self._going_down[place] = asyncio.get_running_loop().create_future()
         try:
             with reading:
                 code = await self._write_down(reading, page, io_class)
         finally:
-            del self._going_down[page.name]
+            del self._going_down[place]
             told.set_result(code)
         return code
 
     async def _write_down(self, reading: Reading, page: Subject, io_class: IoClass) -> MoveCode:
-        async with self._writing:
+        async with self._writing[io_class.is_background]:
             if not self._budget.take(record_bytes(reading.length), time.monotonic()):
                 self.dropped["budget"] += 1
                 return MoveCode.BUSY

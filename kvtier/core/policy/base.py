@@ -24,6 +24,9 @@ class Policy(Protocol):
     def admit(self, row: int) -> None:
         """The page can be evicted from now on."""
 
+    def admit_many(self, rows: npt.NDArray[np.int64]) -> None:
+        """As `admit` of each, in order; the queue is empty before."""
+
     def touch(self, rows: npt.NDArray[np.int64]) -> None:
         """The pages were used together; `rows` goes from the head of their chain to its tail.
 

@@ -51,6 +51,20 @@ class LruTailFirst:
         if self._table.children[row] == 0:
             self._push(row)
 
+    def admit_many(self, rows: npt.NDArray[np.int64]) -> None:
+        """As `admit` of each, in order, into a queue that is empty."""
+        assert not self._heap
+        first = self._clock.ticks(len(rows))
+        stamps = np.arange(first, first + len(rows), dtype=np.uint64)
+        self._table.column("stamp")[rows] = stamps
+        is_tail = self._table.column("children")[rows] == 0
+        self._table.column("queued")[rows[is_tail]] = stamps[is_tail]
+        # Rising numbers are a heap.
+        self._heap = (
+            (stamps[is_tail] << np.uint64(_ROW_BITS)) | rows[is_tail].astype(np.uint64)
+        ).tolist()
+        self._queued = len(self._heap)
+
     def touch(self, rows: npt.NDArray[np.int64]) -> None:
         # The head gets the highest stamp: of pages used together, the tail is the older.
         n = len(rows)

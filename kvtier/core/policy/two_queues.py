@@ -55,6 +55,10 @@ class TwoQueues(ABC):
         self._awaited = 0  # pages evicted that nothing has been admitted for
         self._named = _NO_PAGE  # (namespace, key) of the last victim
 
+    def admit_many(self, rows: npt.NDArray[np.int64]) -> None:
+        for row in rows.tolist():
+            self.admit(row)
+
     def admit(self, row: int) -> None:
         """See Policy."""
         self._named = _NO_PAGE
