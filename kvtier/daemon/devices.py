@@ -41,6 +41,7 @@ T = TypeVar("T")
 _FAILURES_MAX = 8
 _WRITERS = frozenset((IoClass.PUT, IoClass.DEMOTE))
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
+_IN_THE_WAY = frozenset((errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY))
 #: What this process, or the system, is short of says nothing of a device.
 _SHORTAGE = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 _CLOSE_WAIT_S = 2.0
@@ -64,6 +65,7 @@ class DeviceHealth:
     #: The pool of before the last failure, while a thread of it hangs in the system.
     stuck: IoPool | None = None
     segments: set[int] = field(default_factory=set)  # local numbers that are granted
+    occupied: set[int] = field(default_factory=set)  # and those where somebody else's file lies
     #: What its files take, as of the last change: asking a device that hangs would hang.
     disk_bytes: int = 0
     #: Pages that are lost with it and wait to be taken out of the books, in slices.
@@ -195,6 +197,9 @@ class Devices:
                 log.warning("nvme.no_room", extra={"path": str(health.device.path)})
             elif errno_of(error) in _SHORTAGE:
                 health.reason = str(error)
+            elif errno_of(error) in _IN_THE_WAY:
+                health.reason, health.grow_at = str(error), 0.0
+                health.occupied.add(local)
             else:
                 self._take_offline(health, str(error))
         else:
@@ -207,7 +212,8 @@ class Devices:
         """The lowest number for one more segment."""
         for local in range(self._plan.segments_per_device):
             slab = slab_number(health.device.number, local)
-            if local not in health.segments and self._store.room.can_grant(Tier.NVME, slab):
+            taken = local in health.segments or local in health.occupied
+            if not taken and self._store.room.can_grant(Tier.NVME, slab):
                 return local
         return None
 

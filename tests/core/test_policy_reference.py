@@ -76,12 +76,22 @@ def test_s3_fifo_equals_its_model_when_it_takes_many_steps_at_once(
         popular = rng.integers(0, 10_000, capacity).tolist()
         scan = rng.integers(0, 10_000, capacity).tolist()
         some = rng.permutation(popular)[: capacity // 3].tolist()
-        pages = [*popular * 5, *scan * 2, *some, *scan, *some * 3, *scan]
+        pages = [*popular * 5, scan[0], *popular, *scan * 2, *some, *scan, *some * 3, *scan]
         for page in pages + trace(int(rng.integers(1 << 30)), capacity, length=capacity):
             assert ours.get(page) == model.get(page), f"seed {seed}"
         assert ours.evicted == model.evicted, f"seed {seed}"
         assert ours.ghosts() == model.ghosts(), f"seed {seed}"
     assert len(model.evicted) > 3 * capacity
+
+
+@pytest.mark.parametrize("left", [31, 32, 33, 543, 544, 545, 1056, 1100])
+def test_what_has_left_a_queue_is_passed_over(left: int) -> None:
+    """However many pages at its front have been used again, the first that was not goes first."""
+    pages = Pages(partial(Arc, burst_share=0), 1200)
+    for n in range(1200):
+        pages.get(n)
+    pages.use(range(left))
+    assert [pages.evict() for _ in range(3)] == [left, left + 1, left + 2]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -270,11 +270,6 @@ def test_segments_that_are_removed_from_under_it(make_daemon, connect):
     assert all(codes[n] is MISS for n in range(150) if pages.key(n) in lost)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a device on which the next segment's name is taken by a directory goes offline over "
-    "it again and again, instead of going on with the next number",
-)
 def test_a_name_that_is_taken(make_daemon, connect):
     daemon = make_daemon("nvme.bytes=8MiB", "nvme.retry_s=0.1")
     nv = daemon.base / "nv"
