@@ -11,6 +11,8 @@ CODE   := $(call python_in,kvtier bindings engines)
 OURS   := $(CODE) $(call python_in,tests benchmarks)
 # One thread: a test that depends on the number of cores is a test of the machine.
 ONE    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+# Most tests wait for processes and files: two at a time need hardly more than one would.
+WORKERS ?= 2
 PROTOS := $(wildcard proto/kvtier/v1/*.proto)
 
 .DEFAULT_GOAL := help
@@ -30,7 +32,7 @@ demo: $(STAMP) ## prefill in one process, decode in another, over a real daemon 
 	@$(ONE) $(BIN)/kvtier demo
 
 test: lint ## lint, then every test but the long ones
-	@$(ONE) $(BIN)/python -m pytest -q -m 'not soak and not gpu'
+	@$(ONE) $(BIN)/python -m pytest -q -m 'not soak and not gpu' -n $(WORKERS) --dist loadfile
 
 soak: $(STAMP) ## the tests that take minutes
 	@$(ONE) $(BIN)/python -m pytest -q -s -m 'soak and not gpu' --timeout 1800

@@ -18,6 +18,11 @@ class Moves:
         self._table = table
         self._sources: dict[int, tuple[int, int]] = {}  # target row -> source row, its generation
 
+    def may_begin(self, source: Reading) -> bool:
+        """The source can be found. What a delete has retired must not be copied any more: the copy
+        would be younger than the delete, and so come back with a restart."""
+        return self._is_sealed(source.row, source.ref.generation)
+
     def begin(self, target: int, source: Reading) -> None:
         self._sources[target] = (source.row, source.ref.generation)
 

@@ -141,6 +141,7 @@ class Residents:
         self._unfind(row)
         self._fire(row, Event.CONDEMN)
         self.quarantine.add(row)
+        self._let_go_if_lost(row)
 
     def drain(self, row: int) -> None:
         """RETIRING or QUARANTINED -> FREE, if nothing names the slot any more."""
@@ -167,6 +168,17 @@ class Residents:
             self.drain(row)
         elif state == State.QUARANTINED:
             self.quarantine.trim(Tier(self.table.tier[row]))
+            self._let_go_if_lost(row)
+
+    def _let_go_if_lost(self, row: int) -> None:
+        """Nobody can look at a condemned copy whose slab was taken away: it must not keep that."""
+        if row in self.quarantine and not self.is_lasting(row):
+            self.quarantine.remove(row)
+
+    def is_lasting(self, row: int) -> bool:
+        """Its slab has not been taken away, so that it will not go with that."""
+        allocator = self.allocators[Tier(self.table.tier[row])]
+        return allocator.is_granted(allocator.slab_of(self.table.slot[row]))
 
     def _ready(self, row: int) -> None:
         """One of its reasons to stay has gone: it, and its sibling shards, may be candidates."""

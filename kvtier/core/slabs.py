@@ -67,6 +67,8 @@ class SlabAllocator:
         self._unbound: list[int] = []
         self._classes: dict[int, _SizeClass] = {}
         self.granted = 0
+        #: Slabs that were withdrawn and have slots in use still.
+        self.closed: set[int] = set()
 
     @property
     def slabs(self) -> int:
@@ -105,6 +107,8 @@ class SlabAllocator:
         assert state.granted
         state.granted = False
         self.granted -= 1
+        if state.used:
+            self.closed.add(slab)
         if state.record_bytes:
             self._unbind(self._classes[state.record_bytes], slab)
         else:
@@ -125,11 +129,14 @@ class SlabAllocator:
 
     def free(self, slot: int) -> None:
         """Takes a slot back."""
-        state = self._slabs[self.slab_of(slot)]
+        slab = self.slab_of(slot)
+        state = self._slabs[slab]
         assert state.used > 0
         state.used -= 1
         if state.granted:
             self._classes[state.record_bytes].given_back.append(slot)
+        elif not state.used:
+            self.closed.discard(slab)
 
     def has_free(self, record_bytes: int) -> bool:
         """`reserve` would find a slot without taking a slab from another class."""

@@ -224,11 +224,12 @@ class Store:
 
         A page that is in any tier already is EXISTS, unless it is exact where the present ones are
         lossy: then it takes the place of the lossy one in its tier when it is sealed. With a
-        `source`, a copy in another tier, only a copy in `tier` counts, and `seal` says
+        `source`, a copy in another tier, only a copy in `tier` counts, and this and `seal` say
         STALE_GENERATION if the source can be found no more.
         """
         with self._lock:
-            if namespace not in self._shard_counts:
+            is_lost = source is not None and not self._moves.may_begin(source)
+            if is_lost or namespace not in self._shard_counts:
                 self._counters.stale_commits += 1
                 return PutCode.STALE_GENERATION
             if self._is_there(namespace, shard, meta, tier if source else None):
@@ -314,10 +315,7 @@ class Store:
             if table.generation[row] != ref.generation or table.state[row] != State.FILLING:
                 self._counters.stale_commits += 1
                 return PutCode.STALE_GENERATION
-            allocator = self._residents.allocators[ref.tier]
-            is_lost |= not allocator.is_granted(allocator.slab_of(ref.slot))
-            allocator = self._residents.allocators[ref.tier]
-            is_lost = is_lost or not allocator.is_granted(allocator.slab_of(ref.slot))
+            is_lost = is_lost or not self._residents.is_lasting(row)
             if is_lost or filling.namespace not in self._shard_counts:
                 self._residents.abandon(row)
                 self._counters.stale_commits += 1
@@ -355,10 +353,12 @@ class Store:
     # ----------------------------------------------------------------------------------
 
     def _is_there(self, namespace: int, shard: int, meta: PageMeta, only_in: Tier | None) -> bool:
-        """A copy that is as good as the new one, in any tier or in that one."""
+        """A copy that is as good as the new one, and stays, in any tier or in that one."""
         table = self._table
         return any(
-            (only_in is None or table.tier[row] == only_in) and (meta.lossy or not table.lossy[row])
+            (only_in is None or table.tier[row] == only_in)
+            and (meta.lossy or not table.lossy[row])
+            and self._residents.is_lasting(row)
             for row in self._index.copies(self._index.find(namespace, shard, meta.key))
         )
 

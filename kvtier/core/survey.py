@@ -43,15 +43,23 @@ class Survey:
             return self._store._table.rows_where(tier=tier, state=State.SEALED)
 
     def in_tier(self, namespace: int, shard: int, keys: Keys, tier: Tier) -> npt.NDArray[np.bool_]:
-        """Which of `keys` have a copy in `tier` (an array of False when the namespace ended)."""
+        """Which of `keys` have a copy in `tier` that stays: not one in a slab that was taken away.
+
+        An array of False when the namespace ended.
+        """
         with self._store._lock:
             if namespace not in self._store._shard_counts:
                 return np.zeros(len(keys), bool)
             rows = self._store._index.find_many(namespace, shard, keys)
             heads = self._store._table.column("tier")[rows] == tier
-            found: npt.NDArray[np.bool_] = (rows != NO_ROW) & heads
+            copies = np.where((rows != NO_ROW) & heads, rows, NO_ROW)
             for i in np.flatnonzero((rows != NO_ROW) & ~heads).tolist():
-                found[i] = self._store._index.copy_in(int(rows[i]), tier) != NO_ROW
+                copies[i] = self._store._index.copy_in(int(rows[i]), tier)
+            found: npt.NDArray[np.bool_] = copies != NO_ROW
+            allocator = self._store._residents.allocators.get(tier)
+            if allocator is not None and allocator.closed:
+                slabs = self._store._table.column("slot")[copies] // np.uint64(allocator.slab_units)
+                found &= ~np.isin(slabs, list(allocator.closed))
             return found
 
     def uncopied_rows(

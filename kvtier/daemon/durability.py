@@ -154,7 +154,9 @@ class Durability:
         """Returns when a restart would look into the slab. Raises DirectoryError."""
         while self._marks.get(slab) != record_bytes:
             under_way = self._marking.get(slab)
-            if under_way is None:
+            # One that has ended may not have been taken out yet: to wait for it takes no time, and
+            # so nobody else would ever have a turn.
+            if under_way is None or under_way.done():
                 under_way = asyncio.create_task(self._mark(slab, record_bytes))
                 self._marking[slab] = under_way
                 under_way.add_done_callback(lambda task: self._mark_ended(slab, task))
@@ -256,7 +258,8 @@ class Durability:
             self._marks[slab] = record_bytes
 
     def _mark_ended(self, slab: int, task: asyncio.Task[None]) -> None:
-        del self._marking[slab]
+        if self._marking.get(slab) is task:
+            del self._marking[slab]
         if not task.cancelled():
             task.exception()  # those who would have heard of it may be gone
 

@@ -47,6 +47,8 @@ SubjectOf = Callable[[int, int, bytes], "Subject | None"]
 #: Pages that the cleaner copies between two looks at what is coldest.
 _CLEAN_PAGES = 256
 _REFUSED_MAX = 65_536
+#: Write-through copies that wait hold this part of host memory at most.
+_THROUGH_PART = 4
 
 
 class Tiering:
@@ -76,6 +78,8 @@ class Tiering:
         # does not wait in the background for it.
         self._going_down: dict[tuple[int, int, bytes, bool], asyncio.Future[MoveCode]] = {}
         self.dropped: Counter[str] = Counter()
+        self._through_bytes = 0
+        self._through_bytes_max = store.status()[Tier.HOST].capacity_bytes // _THROUGH_PART
         # Generations of copies that NVMe cannot take: the cleaner must not begin with them again.
         self._refused: dict[int, None] = {}
 
@@ -111,13 +115,25 @@ class Tiering:
         """Starts to copy pages up; what was found of each."""
         return self._start(scope, keys, Tier.HOST, self._up_by_key, IoClass.PREFETCH)
 
-    def stored(self, scope: Scope, keys: Sequence[bytes]) -> None:
-        """Pages that a put has just stored: write-through copies them."""
-        if self._config.write_policy is WritePolicy.THROUGH:
-            for key in keys:
-                array = np.frombuffer(key, np.uint8)
-                if not self._spawn(self._down_by_key(scope, array, IoClass.DEMOTE)):
-                    self.dropped["queue"] += 1
+    def stored(self, scope: Scope, keys: Sequence[bytes], size: int) -> None:
+        """Pages that a put has just stored, records of up to `size` bytes: write-through copies
+        them. Those that wait keep their places in host memory, so they are no more than a part of
+        it."""
+        if self._config.write_policy is not WritePolicy.THROUGH:
+            return
+        for key in keys:
+            array = np.frombuffer(key, np.uint8)
+            is_room = self._through_bytes + size <= self._through_bytes_max
+            if is_room and self._spawn(self._through(scope, array, size)):
+                self._through_bytes += size
+            else:
+                self.dropped["queue"] += 1
+
+    async def _through(self, scope: Scope, key: Keys, size: int) -> MoveCode:
+        try:
+            return await self._down_by_key(scope, key, IoClass.DEMOTE)
+        finally:
+            self._through_bytes -= size
 
     # -- by itself -------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ def disturb(pages: Chains, rng: np.random.Generator) -> None:
         pages.use(rng.choice(names, min(len(names), int(rng.integers(1, 50)))).tolist())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", [*POLICIES, "s3-fifo in strides"])
 def test_only_what_nothing_keeps_goes_and_all_of_it_can(
     monkeypatch: pytest.MonkeyPatch, name: str, seed: int
@@ -64,7 +64,7 @@ def test_only_what_nothing_keeps_goes_and_all_of_it_can(
     assert len(pages.evicted) > 500, f"seed {seed}"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("make", "make_model"), [(LruTailFirst, PlainLru), (partial(Arc, burst_share=0), PlainArc)]
 )

@@ -49,7 +49,7 @@ def test_every_policy_of_the_configuration_is_there() -> None:
     assert list(POLICIES) == [policy.value for policy in PolicyName]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("capacity", [1, 2, 10, 19, 64, 200])
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_policy_equals_its_model(name: str, capacity: int, seed: int) -> None:
@@ -73,10 +73,10 @@ def test_s3_fifo_equals_its_model_when_it_takes_many_steps_at_once(
     ours, model = Pages(partial(S3Fifo, burst_share=0), capacity), PlainS3Fifo(capacity)
     rng = np.random.default_rng(seed)
     for _ in range(8):
-        popular = rng.integers(0, 10_000, capacity).tolist()
-        scan = rng.integers(0, 10_000, capacity).tolist()
-        some = rng.permutation(popular)[: capacity // 3].tolist()
-        pages = [*popular * 5, scan[0], *popular, *scan * 2, *some, *scan, *some * 3, *scan]
+        popular, scan = rng.permutation(10_000)[: 2 * capacity].reshape(2, -1).tolist()
+        again = rng.permutation(popular).tolist()
+        some = again[: capacity // 3]
+        pages = [*popular * 5, scan[0], *again, *scan * 2, *some, *scan, *some * 3, *scan]
         for page in pages + trace(int(rng.integers(1 << 30)), capacity, length=capacity):
             assert ours.get(page) == model.get(page), f"seed {seed}"
         assert ours.evicted == model.evicted, f"seed {seed}"

@@ -48,7 +48,7 @@ def pages_read(store: Store, *, shards: int = 1) -> int:
     is seen once."""
     read = 0
     once = 1000
-    for turn in range(90):
+    for turn in range(60):
         if turn >= 6:
             request(store, list(range(once, once + 24)), shards=shards)
             once += 24
@@ -61,13 +61,13 @@ def pages_read(store: Store, *, shards: int = 1) -> int:
 def test_conversations_outlive_prompts_that_are_seen_once(make) -> None:
     read = {name: pages_read(make(name, slots=64)) for name in POLICIES}
     assert read["lru"] <= 40, "no more than before the prompts begin"
-    assert read["arc"] > 800
-    assert read["s3-fifo"] > 800
+    assert read["arc"] > 500
+    assert read["s3-fifo"] > 500
 
 
 @pytest.mark.parametrize("name", ["arc", "s3-fifo"])
 def test_it_holds_for_pages_of_several_shards(make, name: str) -> None:
-    assert pages_read(make(name, slots=128, shard_count=2), shards=2) > 800
+    assert pages_read(make(name, slots=128, shard_count=2), shards=2) > 500
 
 
 @pytest.mark.parametrize("nvme", POLICIES)

@@ -65,6 +65,8 @@ async def test_one_failed_read_is_one_failed_page(base, failure):
         assert daemon.metric("kvtier_get_hits_total", tier="nvme") == 15
         daemon.disk.heal()
         await until(lambda: daemon.counts(Tier.NVME).pinned == 0)
+        if failure == "timeout":  # the device is offline, and its pages go
+            await until(lambda: daemon.counts(Tier.NVME).sealed == 0)
         # Only a device's word that the bytes are gone makes the page go.
         after = GetCode.HIT if failure in ("eio", "short") else GetCode.MISS
         assert (await get_checked(ns, KEYS))[9].reason is after

@@ -141,7 +141,9 @@ async def test_files_that_are_cut_by_hand_between_lookup_and_get(base):
             reads = daemon.disk.calls(READ)
             assert (await get_checked(ns, keys)).reasons == [GetCode.IO_ERROR] * 4
             assert daemon.disk.calls(READ) - reads == 4
-        assert (await ns.lookup(keys)).hits == 0, "eight failures: the device is offline"
+        # Eight failures: the device is offline, and its pages go.
+        await until(lambda: daemon.counts(Tier.NVME).sealed == 0)
+        assert (await ns.lookup(keys)).hits == 0
         assert (await get_checked(ns, keys)).reasons == [GetCode.MISS] * 4
         assert daemon.disk.calls(READ) - reads == 4
         assert (await ns.put(keys, pages_of(keys))).stored == 4

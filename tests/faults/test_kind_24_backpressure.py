@@ -27,7 +27,6 @@ from tests.faults.kinds_rig import (
 )
 
 PAGE = 64 << 10
-SLOW_BYTES_PER_S = 5 << 20
 QUEUE = 32
 MIB = 1 << 20
 
@@ -37,7 +36,7 @@ def settings(policy, *more):
         f"nvme.write_policy={policy}",
         f"nvme.queue_pages_max={QUEUE}",
         "nvme.io_threads=1",  # the rate below is that of one write after another
-        "nvme.bytes=256MiB",
+        "nvme.bytes=1GiB",  # more than goes down in a minute
         f"nvme.clean_percent={25 if policy == 'back' else 0}",
         "host.bytes=16MiB",
         *more,
@@ -93,31 +92,33 @@ class _Load:
     async def run(self, seconds, held, *, clients=4):
         tasks = [asyncio.create_task(self.put()) for _ in range(clients)]
         tasks += [asyncio.create_task(self.get(held)), asyncio.create_task(self.watch())]
+        began = time.monotonic()
         await asyncio.sleep(seconds)
         self.ended = True
         await asyncio.gather(*tasks)
+        self.seconds = time.monotonic() - began
 
 
-async def under_load(base, policy, seconds, memory_max):
+async def under_load(base, policy, seconds, *, device_bytes_per_s, memory_max):
     held = keys_of(f"held {n}" for n in range(4))
     async with running(base, *settings(policy)) as daemon:
         ns = await daemon.namespace(PAGE)
         assert (await ns.put(held, pages_of(held, PAGE), durable="nvme")).durable == 4
-        daemon.disk.plan(always(FaultKind.SLOW, WRITE, delay_s=PAGE / SLOW_BYTES_PER_S))
+        daemon.disk.plan(always(FaultKind.SLOW, WRITE, delay_s=PAGE / device_bytes_per_s))
         written = daemon.metric("kvtier_nvme_bytes_total", way="written")
         async with ns.lease(held, ttl=100.0):
             load = _Load(daemon, ns)
             await load.run(seconds, held)
         stored = load.codes[PutCode.STORED]
         assert load.codes == dict.fromkeys(PutCode, 0) | {PutCode.STORED: stored}
-        offered = stored * PAGE / seconds
+        offered = stored * PAGE / load.seconds
         written = daemon.metric("kvtier_nvme_bytes_total", way="written") - written
-        assert offered > 2 * SLOW_BYTES_PER_S, "the load was no load"
-        assert written / seconds < 2 * SLOW_BYTES_PER_S
+        assert offered > 2 * device_bytes_per_s, "the load was no load"
+        assert written / load.seconds < 2 * device_bytes_per_s
         assert load.under_way <= QUEUE
         assert load.waiting <= QUEUE
         assert load.memory <= memory_max
-        assert max(load.put_s, load.get_s) < 2.0
+        assert max(load.put_s, load.get_s) < 5.0
 
         await until(lambda: daemon.node.nvme.tiering.under_way == 0)
         if policy == "through":
@@ -144,23 +145,17 @@ async def under_load(base, policy, seconds, memory_max):
 
 @pytest.mark.parametrize("policy", ["through", "back"])
 @on_loop
-async def test_a_device_of_5_mb_a_second_under_full_load(base, policy):
-    await under_load(base, policy, 1.2, 64 * MIB)
+async def test_a_device_of_1_mb_a_second_under_full_load(base, policy):
+    await under_load(base, policy, 1.2, device_bytes_per_s=MIB, memory_max=64 * MIB)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("policy", ["through", "back"])
 @on_loop
 async def test_a_device_of_5_mb_a_second_under_a_minute_of_full_load(base, policy):
-    await under_load(base, policy, 60.0, 256 * MIB)
+    await under_load(base, policy, 60.0, device_bytes_per_s=5 * MIB, memory_max=256 * MIB)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a page that waits to be copied down keeps its place in host memory: where "
-    "nvme.queue_pages_max is more than host memory holds, a device that stands still makes "
-    "puts BUSY",
-)
 @on_loop
 async def test_a_device_that_stands_still_does_not_make_puts_busy(base):
     """Copies are given up before the places in host memory are all taken by those that wait."""

@@ -32,7 +32,7 @@ PAGE = 96 << 10
 RECORD = 100 << 10
 #: Host memory of 10, 20, 40, 81 pages: 0.25x, 0.5x, 1x and 2x of a GPU's pool of 40.
 POOLS = {0.25: "1MiB", 0.5: "2MiB", 1.0: "4MiB", 2.0: "8MiB"}
-WORKING_SET = 200
+WORKING_SET = 160
 
 
 def lru_hits(trace, capacity):
@@ -67,7 +67,7 @@ async def replay(daemon, ns, trace, *, step=4):
 @pytest.mark.parametrize("pool", POOLS)
 @on_loop
 async def test_write_through_finds_everything_again(base, pool):
-    """Five times the GPU's pool, twice: however small host memory is, pass 2 finds pass 1."""
+    """Four times the GPU's pool, twice: however small host memory is, pass 2 finds pass 1."""
     settings = ("nvme.write_policy=through", f"host.bytes={POOLS[pool]}", "nvme.bytes=64MiB")
     trace = list(range(WORKING_SET))
     async with running(base, *settings) as daemon:
@@ -86,7 +86,7 @@ async def test_a_tier_too_small_for_all_is_no_worse_than_lru(base, pool):
     settings = (
         "nvme.write_policy=through",
         f"host.bytes={POOLS[pool]}",
-        "nvme.bytes=8MiB",
+        "nvme.bytes=6MiB",
     )
     rng = np.random.default_rng(28)
     trace = (rng.zipf(1.2, WORKING_SET) % WORKING_SET).tolist()

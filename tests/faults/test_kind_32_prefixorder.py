@@ -102,8 +102,7 @@ async def test_nvme_gives_up_the_tail_in_whatever_order_it_came_down(base, order
         await daemon.settled()
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "s3-fifo"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("policy", "seed"), [("lru", 1), ("arc", 2), ("s3-fifo", 3)])
 @on_loop
 async def test_no_page_is_left_without_its_parent_but_those_that_are_counted(base, policy, seed):
     """Trees of pages under pressure in both tiers. A page's parent is in some tier, or its last

@@ -27,12 +27,13 @@ from kvtier.tiers.base import TierDevice
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import slab_number
 from kvtier.tiers.nvme_recovery import Recovered, recover
-from kvtier.transfer.mover import Mover
+from kvtier.transfer.mover import MoveCode, Mover
 from kvtier.transfer.place import Identity, check
 from tests.sim.oracle import Oracle, Space
 from tests.sim.scheduler import Scheduler
 from tests.sim.sim_disk import DIRECTORY_ID, BootFiles, StateDisk
-from tests.sim.sim_nvme import SEGMENT_BYTES, Chances, SimDevice, SimLower
+from tests.sim.sim_jobs import SimDevice
+from tests.sim.sim_nvme import SEGMENT_BYTES, Chances, SimLower
 
 __all__ = ["Boot", "Machine", "Nvme", "Setting"]
 
@@ -50,6 +51,7 @@ class Setting:
     is_roomy: bool  # on NVMe nothing has to give way
     policy: WritePolicy
     streams: int  # pages that the devices are given at once
+    journal_bytes_max: int
     faults: tuple[Fault, ...]
     chances: Chances
     refusing: float  # the chance of a write of journal or checkpoint to fail
@@ -106,6 +108,7 @@ class Boot:
         setting = machine.setting
         self.machine = machine
         self.oracle = oracle
+        self.rng = rng
         self.scheduler = Scheduler(rng)
         slabs = setting.slabs
         self.arena = HostArena(SLAB * slabs, slab_bytes=SLAB, huge_pages=False, poison=True)
@@ -174,11 +177,12 @@ class Boot:
         return found
 
     def sealed_on_nvme(self) -> dict[tuple[Space, bytes], int]:
-        """The generation of every page that can be found there now."""
-        table = self.store._table
+        """The generation of every page that can be found there now, and will be tomorrow."""
+        table, allocator = self.store._table, self.store._residents.allocators[Tier.NVME]
         sealed = {}
         for row in self.store.survey.sealed_rows(Tier.NVME).tolist():
-            if self.registry.name_of(table.namespace[row]) is not None:
+            is_lasting = allocator.is_granted(allocator.slab_of(table.slot[row]))
+            if is_lasting and self.registry.name_of(table.namespace[row]) is not None:
                 space = self.oracle.space_of(table.namespace[row], table.shard[row])
                 sealed[space, table.key(row)] = table.generation[row]
         return sealed
@@ -193,6 +197,18 @@ class Boot:
             for key in space.live:
                 space.disturbed[key] += 1
 
+    def count(self) -> None:
+        """Adds what it has done to the counts of the run."""
+        if self.nvme is not None:
+            counts, nvme = self.oracle.counts, self.nvme
+            counts.demoted += nvme.mover.demotions[MoveCode.DONE]
+            counts.promoted += nvme.mover.promotions[MoveCode.DONE]
+            counts.checkpoints += nvme.durability.checkpoints
+            counts.timeouts += nvme.lower.timeouts
+            counts.offline += nvme.lower.offline_times
+            counts.refused += nvme.files.failures
+            counts.injected = len(self.machine.device.faulty.injected)
+
     # -- making it -------------------------------------------------------------------------------
 
     def _nvme(self, rng: random.Random) -> Nvme:
@@ -203,7 +219,7 @@ class Boot:
             self.store,
             name_of=self.registry.lasting_name_of,
             segment_bytes=SEGMENT_BYTES,
-            journal_bytes_max=1 << 20,
+            journal_bytes_max=setting.journal_bytes_max,
         )
         lower = SimLower(
             self.store,

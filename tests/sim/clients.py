@@ -7,9 +7,9 @@ They call what the services call, in the services' order, and hold every answer 
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,12 @@ from kvtier.transfer.mover import Mover
 from kvtier.transfer.outlet import Outgoing, Outlet
 from kvtier.transfer.place import Place, Verify
 from tests.sim.boot import Boot
-from tests.sim.oracle import Oracle, Space, Window
+from tests.sim.oracle import Space, Window
 
 __all__ = ["Clients", "Script"]
 
 Keys = npt.NDArray[np.uint8]
-Script = Callable[[Space], Awaitable[None]]
+Script = Callable[[Space], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
@@ -50,17 +50,15 @@ class Clients:
     def __init__(
         self,
         boot: Boot,
-        oracle: Oracle,
-        rng: random.Random,
         *,
         note: Callable[..., None],
         new_version: Callable[[], int],
-        bump: Callable[[Space], None],
+        bump: Callable[[Space], object],
     ) -> None:
         self.boot = boot
         self._store = boot.store
-        self._oracle = oracle
-        self._rng = rng
+        self._oracle = boot.oracle
+        self._rng = boot.rng
         self._note = note
         self._new_version = new_version
         self._bump = bump
@@ -344,4 +342,3 @@ def _meta(place: Place, key: bytes, page: bytes, parent: bytes) -> PageMeta:
         length=len(page),
     )
     return PageMeta(key=key, length=len(page), codec=Codec.RAW, payload_sum=made, parent=parent)
-

@@ -20,7 +20,7 @@ _LOGGER = logging.getLogger("kvtier")
 
 @contextmanager
 def no_longer_than(cpu_s: float, seed: int) -> Iterator[None]:
-    """Raises Broken in the middle of whatever uses up so much time of the processor. Main thread."""
+    """Raises Broken in the middle of whatever takes so much time of the processor. Main thread."""
 
     def stop(_number: int, frame: FrameType | None) -> None:
         where = f"{frame.f_code.co_qualname}:{frame.f_lineno}" if frame is not None else "somewhere"

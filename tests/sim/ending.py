@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,10 +36,8 @@ async def _stop(boot: Boot) -> None:
         await scheduler.pause()
     await nvme.tiering.close()
     await nvme.lower.sync(lambda: None)
-    try:
+    with contextlib.suppress(DirectoryError):  # then the journals are there
         await nvme.durability.checkpoint()
-    except DirectoryError:
-        pass  # the journals are there
     await nvme.durability.close()
 
 
@@ -58,6 +57,9 @@ async def settle(boot: Boot, scripts: list[asyncio.Task[Any]], others: Tasks) ->
     store.pins.expire(float("inf"))
     while store.sweep(100):
         pass
+    if boot.nvme is not None:
+        while any(health.lost for health in boot.nvme.lower.health):
+            boot.nvme.lower.sweep(100)
     stranded = len(boot.nvme.lower.jobs) if boot.nvme is not None else 0
     _look(boot, stranded)
     while boot.scheduler.fire_one():

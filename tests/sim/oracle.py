@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvtier.core.page import GetCode, Tier
-from kvtier.packing.layout import Layout
 from kvtier.testing.cells import check_page
 from kvtier.transfer.place import Place
 
@@ -93,9 +92,9 @@ class Space:
         """What its pages say of whose they are."""
         return f"{self.name}/{self.place.shard}/{self.place.generation}"
 
-    @property
-    def layout(self) -> Layout:
-        return self.place.layout
+    def page(self, key: bytes) -> str:
+        """A page, for a message."""
+        return f"{key.hex()[:8]} of {self.title}"
 
 
 @dataclass(slots=True)
@@ -127,6 +126,14 @@ class Oracle:
     def wrong(self, what: str) -> WrongByte:
         return WrongByte(f"seed {self.seed}: {what}")
 
+    def space(self, name: str, place: Place, size: int) -> Space:
+        """What is known of a place, also from earlier boots."""
+        for known in self.every:
+            if known.place == place:
+                return known
+        self.every.append(Space(name, place, size))
+        return self.every[-1]
+
     def space_of(self, namespace: int, shard: int) -> Space:
         """That of a number in this boot."""
         for space in reversed(self.every):
@@ -138,7 +145,7 @@ class Oracle:
 
     def stored(self, space: Space, key: bytes, version: int) -> None:
         if key in space.must and key not in space.hurt:
-            raise self.broken(f"{_name(space, key)} was durable, and a put finds nothing there")
+            raise self.broken(f"{space.page(key)} was durable, and a put finds nothing there")
         space.must.pop(key, None)
         space.hurt.discard(key)
         space.live[key] = version
@@ -152,7 +159,7 @@ class Oracle:
         if version is None and key in space.hurt:
             return  # what a restart has found in its place is damaged, and nobody has seen it yet
         if version is None:
-            raise self.broken(f"{_name(space, key)} is durable, and should not even be there")
+            raise self.broken(f"{space.page(key)} is durable, and should not even be there")
         self.counts.durable += 1
         if not (space.is_ended or space.is_ending or key in space.hurt):
             space.must[key] = version
@@ -225,9 +232,9 @@ class Oracle:
         versions = {version for at, version in space.log[window.logged :] if at == key}
         versions |= {found.get(key, -1) for found in (window.live, space.live)} - {-1}
         if not versions:
-            raise self.wrong(f"{_name(space, key)}: nobody put it, or it was deleted")
+            raise self.wrong(f"{space.page(key)}: nobody put it, or it was deleted")
         if not any(self._is(space, key, copy, version) for version in versions):
-            raise self.wrong(f"{_name(space, key)} holds foreign or torn cells")
+            raise self.wrong(f"{space.page(key)} holds foreign or torn cells")
         if tier is Tier.NVME:
             self.counts.hits_nvme += 1
         else:
@@ -236,10 +243,10 @@ class Oracle:
     def judge_damage(self, space: Space, key: bytes, window: Window) -> None:
         """A client has found that what it was given is not what the maker summed up."""
         if space.flips[key] == window.flips[key]:
-            raise self.broken(f"{_name(space, key)}: a sum failed without damage")
+            raise self.broken(f"{space.page(key)}: a sum failed without damage")
 
     def judge_miss(self, space: Space, key: bytes, code: GetCode, window: Window) -> None:
-        name = f"{_name(space, key)}: {code.name}"
+        name = f"{space.page(key)}: {code.name}"
         is_calm = space.disturbed[key] == window.disturbed[key] and not space.is_ending
         is_hurt = key in space.hurt or key in window.hurt
         if code is GetCode.CORRUPT:
@@ -261,7 +268,7 @@ class Oracle:
         for version in sorted(space.kept.get(key, ())):
             if self._is(space, key, payload, version):
                 return version
-        raise self.wrong(f"{_name(space, key)}: it was deleted or nobody put it, and came back")
+        raise self.wrong(f"{space.page(key)}: it was deleted or nobody put it, and came back")
 
     def judge_restart(
         self, found: dict[tuple[Space, bytes], int], demanded: dict[tuple[Space, bytes], int]
@@ -272,9 +279,9 @@ class Oracle:
             if key in space.hurt or space.is_ended:
                 continue
             if (space, key) not in found:
-                raise self.broken(f"{_name(space, key)} was durable and did not come back")
+                raise self.broken(f"{space.page(key)} was durable and did not come back")
             if found[space, key] != version:
-                raise self.broken(f"{_name(space, key)} came back as an older version")
+                raise self.broken(f"{space.page(key)} came back as an older version")
             self.counts.demanded += 1
         self.counts.recovered += len(found)
         for space in self.every:
@@ -285,7 +292,3 @@ class Oracle:
         for (space, key), version in found.items():
             space.live[key] = space.must[key] = version
             space.hurt.discard(key)
-
-
-def _name(space: Space, key: bytes) -> str:
-    return f"{key.hex()[:8]} of {space.title}"

@@ -43,15 +43,14 @@ def draw_setting(rng: random.Random) -> Setting:
         is_roomy=is_roomy,
         policy=rng.choice((WritePolicy.BACK, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
         streams=rng.choice((1, 4)),
+        journal_bytes_max=rng.choice((2048, 1 << 20)),
         faults=()
         if harm == "none"
         else tuple(
             Fault(kind=kind, operation=operation, probability=probability)
             for kind, operation, probability in _FAULTS
         ),
-        chances=Chances()
-        if harm == "none"
-        else Chances(timeout=0.008, no_room=0.1),
+        chances=Chances() if harm == "none" else Chances(timeout=0.008, no_room=0.1),
         refusing=0.02 if harm == "everything" else 0.0,
         ending=rng.choice((0.001, 0.003, 0.008)),
         reads_faults=harm == "everything" and rng.random() < 0.2,

@@ -1,4 +1,4 @@
-"""The devices of a simulated NVMe tier: jobs that end in any order, sometimes too late or never well.
+"""The devices of a simulated NVMe tier, and what goes wrong with them.
 
 `SimLower` is the mover's Lower over one FaultyTier, with the same manners as daemon/devices.py: a
 device that does not answer goes offline with its pages, and comes back empty. What an injected
@@ -13,25 +13,26 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvtier.core.lifecycle import State
 from kvtier.core.page import Tier
+from kvtier.core.room import Lost
 from kvtier.core.store import Store
 from kvtier.daemon.durability import Durability
 from kvtier.errors import Busy, DirectoryError, TierIOError
 from kvtier.testing.faulty_tier import FaultKind, FaultyTier
-from kvtier.tiers.base import SLOT_BYTES, Buffer, TierOperation, flat_bytes, tier_io_error
+from kvtier.tiers.base import SLOT_BYTES
 from kvtier.tiers.io_pool import IoClass
 from kvtier.tiers.nvme_geometry import slab_number, split_slab
 from tests.sim.scheduler import Scheduler
 from tests.sim.sim_disk import StateDisk
+from tests.sim.sim_jobs import Phase, SimDevice, SimJob
 
-__all__ = ["SEGMENT_BYTES", "SimDevice", "SimJob", "SimLower"]
+__all__ = ["SEGMENT_BYTES", "Chances", "SimLower"]
 
 SEGMENT_BYTES = 64 << 10
 UNITS = SEGMENT_BYTES // SLOT_BYTES
@@ -45,158 +46,6 @@ T = TypeVar("T")
 Name = tuple[int, int, bytes]
 
 
-class SimDevice:
-    """A FaultyTier that knows when the machine is going down: then only parts of a write arrive."""
-
-    def __init__(self, faulty: FaultyTier, rng: random.Random) -> None:
-        self.faulty = faulty
-        self.is_ending = False
-        self._rng = rng
-
-    @property
-    def tier(self) -> Tier:
-        return self.faulty.tier
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self.faulty.capacity_bytes
-
-    def write(self, slot: int, parts: Sequence[Buffer], offset: int = 0) -> None:
-        if not self.is_ending:
-            self.faulty.write(slot, parts, offset)
-            return
-        data = b"".join(flat_bytes(part) for part in parts)
-        for at in range(0, len(data), SLOT_BYTES):
-            if self._rng.random() < 0.5:
-                self.faulty.inner.write(slot, [data[at : at + SLOT_BYTES]], offset + at)
-
-    def read(self, slot: int, offset: int, into: Buffer) -> None:
-        if self.is_ending:
-            raise _error(errno.EIO, slot)
-        self.faulty.read(slot, offset, into)
-
-    def sync(self) -> None:
-        self.faulty.sync()
-
-    def close(self) -> None:
-        self.faulty.close()
-
-
-class Phase(Enum):
-    WAITING = auto()
-    STARTED = auto()
-    ENDED = auto()
-
-
-class SimJob(Generic[T]):
-    """See io_pool.IoJob. Each step of its way is an event: it starts, it is done, it tells."""
-
-    def __init__(self, lower: SimLower, slot: int, work: Callable[[], T]) -> None:
-        self.slot = slot
-        self.phase = Phase.WAITING
-        self._lower = lower
-        self._work: Callable[[], T] | None = work
-        self._value: T | None = None
-        self._error: TierIOError | None = None
-        self._waiters: list[asyncio.Future[None]] = []
-        self._callbacks: list[Callable[[], None]] = []
-        self._next = self._start
-        self.event = lower.scheduler.add(self._go_on)
-
-    @property
-    def done(self) -> bool:
-        return self.phase is Phase.ENDED
-
-    @property
-    def is_waited_for(self) -> bool:
-        return bool(self._waiters)
-
-    async def wait(self, timeout_s: float | None) -> T:
-        if not self.done:
-            waiter = self._lower.scheduler.loop.create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
-                    self._lower.left_alone(self)
-        if not self.done:
-            raise TimeoutError(f"an I/O job has not ended within {timeout_s} s")
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]
-
-    def cancel(self) -> bool:
-        if self.phase is not Phase.WAITING:
-            return False
-        self.drop(errno.ECANCELED)
-        return True
-
-    def add_done(self, callback: Callable[[], None]) -> None:
-        if self.done:
-            self._lower.scheduler.loop.call_soon(callback)
-        else:
-            self._callbacks.append(callback)
-
-    def delay(self) -> None:
-        """Nobody waits any more, and it takes its time."""
-        self._lower.scheduler.discard(self.event)
-        self.event = self._lower.scheduler.add(self._go_on, late=True)
-
-    def drop(self, number: int) -> None:
-        """It never starts."""
-        self._lower.scheduler.discard(self.event)
-        self._error = _error(number, self.slot)
-        self._end()
-
-    def tear(self) -> None:
-        """The machine goes down while it runs."""
-        if self.phase is Phase.STARTED and self._work is not None:
-            self._try(self._work)
-
-    def _go_on(self) -> None:
-        if self._waiters and self._lower.is_timeout():
-            waiters, self._waiters = self._waiters, []
-            for waiter in waiters:
-                _tell(waiter)
-            self.delay()
-        else:
-            self._next()
-
-    def _start(self) -> None:
-        self.phase = Phase.STARTED
-        self._then(self._run)
-
-    def _run(self) -> None:
-        assert self._work is not None
-        with self._lower.watching(self.slot):
-            self._try(self._work)
-        self._work = None
-        self._then(self._end)
-
-    def _try(self, work: Callable[[], T]) -> None:
-        try:
-            self._value = work()
-        except TierIOError as error:
-            self._error = error
-
-    def _then(self, step: Callable[[], None]) -> None:
-        self._next = step
-        self.event = self._lower.scheduler.add(self._go_on, late=self._lower.take_slow())
-
-    def _end(self) -> None:
-        self.phase = Phase.ENDED
-        self._work = None
-        self._lower.ended(self)
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            _tell(waiter)
-        for callback in self._callbacks:
-            self._lower.scheduler.loop.call_soon(callback)
-        self._callbacks = []
-
-
 @dataclass(slots=True)
 class Health:
     segments_max: int
@@ -204,6 +53,8 @@ class Health:
     failures: int = 0
     has_no_room: bool = False
     segments: set[int] = field(default_factory=set)
+    lost: list[Lost] = field(default_factory=list)
+    stuck: list[SimJob[Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,23 +166,36 @@ class SimLower:
                     self.take_offline(number)
 
     def take_offline(self, number: int) -> None:
+        """What waits for the device fails now; what hangs in it keeps it offline."""
         health = self.health[number]
-        if health.online:
-            health.online = False
-            self.offline_times += 1
-            for local in sorted(health.segments):
-                self._store.room.withdraw(Tier.NVME, slab_number(number, local))
-            health.segments.clear()
-            self._withdrawn()
+        if not health.online:
+            return
+        health.online, health.failures = False, 0
+        self.offline_times += 1
+        for job in [job for job in self.jobs if _device(job.slot) == number]:
+            if job.phase is Phase.WAITING:
+                job.drop(errno.EBADF)
+            else:
+                health.stuck.append(job)
+        slabs = [slab_number(number, local) for local in sorted(health.segments)]
+        health.lost.append(self._store.room.close(Tier.NVME, slabs))
+        health.segments.clear()
+        self._withdrawn()
+
+    def sweep(self, pages_max: int) -> None:
+        """Takes some of the pages of devices that went offline out of the books."""
+        for health in self.health:
+            if health.lost:
+                if not self._store.room.clear(health.lost[0], pages_max):
+                    del health.lost[0]
+                self._withdrawn()
 
     def retry(self) -> None:
         """Devices come back, and have room again."""
-        for number, health in enumerate(self.health):
+        for health in self.health:
             health.has_no_room = False
-            if not health.online:
-                for job in [job for job in self.jobs if _device(job.slot) == number]:
-                    if job.phase is Phase.WAITING:
-                        job.drop(errno.EBADF)
+            health.stuck = [job for job in health.stuck if not job.done]
+            if not (health.online or health.stuck):
                 health.online, health.failures = True, 0
 
     def _next_to_grow(self) -> int | None:
@@ -346,11 +210,11 @@ class SimLower:
 
     async def _add_segment(self, number: int) -> None:
         health = self.health[number]
-        local = next(n for n in range(health.segments_max) if n not in health.segments)
-        slab = slab_number(number, local)
-        if not self._store.room.can_grant(Tier.NVME, slab):
-            health.has_no_room = True  # something in it is still being read from before
+        local = self._free_number(number)
+        if local is None:
+            health.has_no_room = True  # something in all of them is still being read from before
             return
+        slab = slab_number(number, local)
         await self.scheduler.pause()
         if self._rng.random() < self.chances.no_room:
             health.has_no_room = True
@@ -360,6 +224,14 @@ class SimLower:
             if health.online:
                 health.segments.add(local)
                 self._store.room.grant(Tier.NVME, slab)
+
+    def _free_number(self, number: int) -> int | None:
+        health = self.health[number]
+        for local in range(health.segments_max):
+            slab = slab_number(number, local)
+            if local not in health.segments and self._store.room.can_grant(Tier.NVME, slab):
+                return local
+        return None
 
     # -- for the jobs ----------------------------------------------------------------------------
 
@@ -427,13 +299,3 @@ class _Watching:
 
 def _device(slot: int) -> int:
     return split_slab(slot // UNITS)[0]
-
-
-def _tell(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
-
-
-def _error(number: int, slot: int) -> TierIOError:
-    cause = OSError(number, "simulated")
-    return tier_io_error(Tier.NVME, TierOperation.WRITE, cause, slot=slot)

@@ -15,46 +15,36 @@ import asyncio
 import hashlib
 import random
 import tempfile
-from collections.abc import Coroutine, Iterable
-from enum import Enum, auto
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kvtier.core.namespaces import FamilyIdentity, ShardIdentity
-from kvtier.core.page import Tier
-from kvtier.errors import DirectoryError, KvtierError
+from kvtier.errors import KvtierError
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
-from kvtier.packing.record import HEADER_BYTES
 from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tiers.nvme_recovery import Recovered
 from kvtier.transfer.place import Place
 from tests.sim.boot import Boot, Machine
 from tests.sim.clients import Clients
 from tests.sim.crashes import CrashLog, no_longer_than
+from tests.sim.crew import Crew
 from tests.sim.ending import settle, stop
 from tests.sim.oracle import Broken, Counts, Oracle, Space
+from tests.sim.restarts import Ending, Restarts
 from tests.sim.settings import draw_setting
 from tests.sim.sim_disk import StateDisk
-from tests.sim.sim_nvme import SimDevice
+from tests.sim.sim_jobs import SimDevice
+from tests.sim.weather import Weather
 
 __all__ = ["World", "run_seeds"]
 
-#: Scripts under way at once.
-_SCRIPTS = 6
 #: name -> (payload bytes, shards)
 _FAMILIES = {"model0": (3000, 1), "model1": (3000, 2), "model2": (20000, 1)}
 _NVME_BYTES = 1 << 44
 #: Many times what a boot needs.
 _BOOT_CPU_S = 20.0
-
-
-class Ending(Enum):
-    KILL = auto()
-    POWER_CUT = auto()
-    STOP = auto()
-    OVER = auto()  # of the run
+_ROUNDS_MAX = 1000
 
 
 class World:
@@ -68,16 +58,13 @@ class World:
         )
         self._device = SimDevice(faulty, self.rng)
         self._disk = StateDisk()
-        self._demanded: dict[tuple[Space, bytes], int] = {}
-        self._is_damaged = False  # a checkpoint, before the start
+        self._restarts = Restarts(self.oracle, self.rng)
         self._left = 0
         # The books are what takes most of the time: some seeds look at them after every step.
         self._check_every = 1 if seed % 8 == 0 else 8
         self._version = 0
         self._digest = hashlib.sha256()
-        self._scripts: list[asyncio.Task[Any]] = []
-        self._others: list[asyncio.Task[Any]] = []
-        self.spaces: list[Space] = []
+        self._spaces: list[Space] = []  # of the families at their present generations
 
     @property
     def counts(self) -> Counts:
@@ -111,152 +98,77 @@ class World:
         boot = Boot(machine, self.oracle, self.rng)
         loop = boot.scheduler.loop
         loop.set_exception_handler(crashes.in_loop)
-        self._scripts, self._others = [], []
         try:
             with no_longer_than(_BOOT_CPU_S, self.seed):
-                ending = loop.run_until_complete(self._live(boot, crashes))
-            self._end(boot, ending)
+                ending = loop.run_until_complete(self._live(boot, Crew(boot, crashes)))
+            if boot.nvme is not None:
+                self._restarts.end(boot, ending)
             return ending
         finally:
+            boot.count()
             boot.scheduler.is_over = crashes.is_ending = True
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                loop.run_until_complete(asyncio.wait(tasks))
+            loop.run_until_complete(self._throw_away())
             loop.close()
             crashes.is_ending = False
             boot.arena.close()
 
-    async def _live(self, boot: Boot, crashes: CrashLog) -> Ending:
-        rng, scheduler = self.rng, boot.scheduler
+    async def _live(self, boot: Boot, crew: Crew) -> Ending:
         clients = Clients(
             boot,
-            self.oracle,
-            rng,
             note=self._note,
             new_version=self._new_version,
-            bump=lambda space: self._begin(self._bumped(clients, space)),
+            bump=lambda space: crew.begin(self._bump(clients, space)),
         )
-        starting = self._begin(self._start(boot))
+        weather = Weather(boot, clients, crew)
+        starting = crew.begin(self._start(boot))
         while self._left > 0:
             self._left -= 1
             if starting.done():
-                self._top_up(clients)
-                await self._weather(boot, clients)
-            await scheduler.quiesce()
-            self._look(crashes)
-            if not scheduler.fire_one() and (self._scripts or self._others):
+                crew.top_up(clients, self._spaces)
+                await weather.change()
+            await boot.scheduler.quiesce()
+            crew.look()
+            if not boot.scheduler.fire_one() and crew.everybody:
                 raise self.oracle.broken("nothing can go on: something waits for ever")
             if self._left % self._check_every == 0:
                 boot.store.survey.check()
-            if boot.nvme is not None and rng.random() < self.setting.ending:
-                ending = rng.choice((Ending.KILL, Ending.KILL, Ending.POWER_CUT, Ending.STOP))
-                if ending is Ending.STOP and starting.done():
-                    await stop(boot, [*self._scripts, *self._others])
-                    self._look(crashes)
-                    return Ending.STOP
-                return Ending.KILL if ending is Ending.STOP else ending
-        await settle(boot, self._scripts, self._others)
-        self._look(crashes)
+            if boot.nvme is not None and self.rng.random() < self.setting.ending:
+                return await self._end(boot, crew, has_started=starting.done())
+        await settle(boot, crew.scripts, crew.others)
+        crew.look()
         return Ending.OVER
 
     async def _start(self, boot: Boot) -> None:
-        await boot.start(partial(self._judge_start, boot))
-        self.spaces = []
+        await boot.start(partial(self._restarts.judge, boot))
+        self._spaces = []
         for name in _FAMILIES:
             await self._open(boot, name)
 
-    def _look(self, crashes: CrashLog) -> None:
-        """Nothing may have failed unseen."""
-        for tasks in (self._scripts, self._others):
-            for task in [task for task in tasks if task.done()]:
-                tasks.remove(task)
-                if not task.cancelled():
-                    task.result()
-        crashes.raise_first(self.seed)
+    async def _end(self, boot: Boot, crew: Crew, *, has_started: bool) -> Ending:
+        ending = self.rng.choice((Ending.KILL, Ending.KILL, Ending.POWER_CUT, Ending.STOP))
+        if ending is not Ending.STOP:
+            return ending
+        if not has_started:
+            return Ending.KILL
+        await stop(boot, crew.everybody)
+        crew.look()
+        return Ending.STOP
 
-    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Starts what no client can cancel."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._others.append(task)
-        return task
-
-    def _top_up(self, clients: Clients) -> None:
-        while len(self._scripts) < _SCRIPTS:
-            work: Any = clients.choose()(self.rng.choice(self.spaces))
-            self._scripts.append(asyncio.get_running_loop().create_task(work))
-
-    # -- what happens by itself ------------------------------------------------------------------
-
-    async def _weather(self, boot: Boot, clients: Clients) -> None:
-        rng, store = self.rng, boot.store
-        roll = rng.random()
-        if roll < 0.01 and boot.slabs_waiting:
-            store.room.grant(Tier.HOST, boot.slabs_waiting.pop())
-        elif roll < 0.03:
-            self._flip_a_bit_in_memory(boot)
-        elif roll < 0.06:
-            clients.now += rng.random() * 5
-            store.pins.expire(clients.now)
-        elif roll < 0.08:
-            store.sweep(rng.randint(1, 5))
-        elif roll < 0.10:
-            await self._client_vanishes(boot)
-        elif roll < 0.105:
-            store.survey.clear_quarantine(None)
-        elif boot.nvme is not None:
-            self._nvme_weather(boot, (roll - 0.105) / 0.895)
-
-    async def _client_vanishes(self, boot: Boot) -> None:
-        """In the middle of anything, also of the loop's own work."""
-        if self.rng.random() < 0.5:
-            boot.scheduler.fire_one()
-            for _ in range(self.rng.randrange(8)):
-                await asyncio.sleep(0)
-        if self._scripts:
-            script = self._scripts.pop(self.rng.randrange(len(self._scripts)))
-            script.cancel()
-            self._others.append(script)
-
-    def _nvme_weather(self, boot: Boot, roll: float) -> None:
-        nvme = boot.nvme
-        assert nvme is not None
-        is_faulty = bool(self.setting.faults)
-        if roll < 0.02:
-            self._begin(nvme.tiering.clean())
-        elif roll < 0.035 or boot.has_broken_journal:
-            self._begin(_unless_refused(nvme.durability.checkpoint()))
-        elif roll < 0.05:
-            self._begin(nvme.lower.sync(partial(self._synced, boot)))
-        elif roll < 0.06:
-            nvme.lower.land()
-        elif roll < 0.09:
-            nvme.lower.retry()
-        elif roll < 0.092 and is_faulty:
-            nvme.lower.take_offline(self.rng.randrange(len(self.setting.segments_max)))
-        elif roll < 0.1 and self.setting.refusing:
-            self._disk.refuses_names = not self._disk.refuses_names
-
-    def _synced(self, boot: Boot) -> None:
-        self.oracle.safe |= set(boot.sealed_on_nvme().values())
-
-    def _flip_a_bit_in_memory(self, boot: Boot) -> None:
-        rows = boot.store.survey.sealed_rows(Tier.HOST).tolist()
-        if not rows:
-            return
-        found = boot.store.survey.acquire_row(self.rng.choice(rows))
-        assert found is not None
-        reading, namespace, shard, key = found
-        with reading:
-            at = self.rng.randrange(HEADER_BYTES + reading.length)
-            boot.arena.view(reading.ref.slot, at, 1)[0] ^= 1 << self.rng.randrange(8)
-        self.oracle.space_of(namespace, shard).flips[key] += 1
-        self.counts.flips += 1
+    async def _throw_away(self) -> None:
+        """Ends every task of a process that is no more, wherever it is."""
+        only = asyncio.current_task()
+        for _ in range(_ROUNDS_MAX):
+            left = [task for task in asyncio.all_tasks() if task is not only]
+            if not left:
+                return
+            for task in left:
+                task.cancel()
+            await asyncio.sleep(0)
+        raise self.oracle.broken(f"{left} cannot be cancelled")
 
     # -- families --------------------------------------------------------------------------------
 
-    async def _bumped(self, clients: Clients, space: Space) -> None:
+    async def _bump(self, clients: Clients, space: Space) -> None:
         if await clients.bump(space):
             await self._open(clients.boot, space.name)
 
@@ -288,105 +200,8 @@ class World:
                 generation=family.generation,
                 layout=layout,
             )
-            spaces.append(self._space(name, place, size))
-        self.spaces = [space for space in self.spaces if space.name != name] + spaces
-
-    def _space(self, name: str, place: Place, size: int) -> Space:
-        for space in self.oracle.every:
-            if space.place == place:
-                return space
-        space = Space(name, place, size)
-        self.oracle.every.append(space)
-        return space
-
-    # -- the end of a boot, and the next one -----------------------------------------------------
-
-    def _end(self, boot: Boot, ending: Ending) -> None:
-        self._count(boot)
-        if boot.nvme is None:
-            return
-        self._demanded = self._sealed(boot, only_safe=ending is Ending.POWER_CUT)
-        device, disk = self._device, self._disk
-        if ending is not Ending.STOP:
-            device.is_ending = True
-            for job in boot.nvme.lower.jobs:
-                job.tear()
-            device.is_ending = False
-            if self.rng.random() < 0.5:
-                boot.nvme.lower.land()
-            boot.nvme.files.kill()
-        if ending is Ending.POWER_CUT:
-            device.faulty.power_cut(survival=self.rng.random())
-            device.faulty.power_on()
-            disk.power_cut(self.rng)
-        device.faulty._delayed.clear()
-        disk.refuses_names = False
-        self._is_damaged = False
-        if self.rng.random() < 0.1:
-            self._is_damaged = disk.damage_checkpoint(self.rng, newest=self.rng.random() < 0.8)
-            if self.rng.random() < 0.1:
-                self._is_damaged |= disk.damage_checkpoint(self.rng, newest=False)
-        self.counts.kills += ending in (Ending.KILL, Ending.OVER)
-        self.counts.power_cuts += ending is Ending.POWER_CUT
-        self.counts.stops += ending is Ending.STOP
-
-    def _sealed(self, boot: Boot, *, only_safe: bool) -> dict[tuple[Space, bytes], int]:
-        """What the next start has to find."""
-        sealed = boot.sealed_on_nvme()
-        for space in self.oracle.every:
-            for key in space.must:
-                if (space, key) not in sealed:
-                    raise self.oracle.broken(
-                        f"{key.hex()[:8]} of {space.title} was durable, and is gone"
-                    )
-        demanded = {}
-        for (space, key), generation in sealed.items():
-            if space.is_ending or key in space.hurt:
-                continue
-            if key not in space.live:
-                what = f"{key.hex()[:8]} of {space.title}"
-                raise self.oracle.broken(f"{what} is on NVMe and was deleted or never put")
-            if generation in self.oracle.safe or not only_safe:
-                demanded[space, key] = space.live[key]
-        return demanded
-
-    def _judge_start(self, boot: Boot, recovered: Recovered) -> None:
-        present = {f.identity.fingerprint: f.generation for f in boot.registry.families()}
-        for space in self.oracle.every:
-            is_present = present.get(space.place.fingerprint) == space.place.generation
-            if is_present and space.is_ended:
-                raise self.oracle.broken(f"{space.title} was bumped and is back")
-            if not (is_present or space.is_ended or space.is_ending):
-                raise self.oracle.broken(f"{space.title} is not known any more")
-            space.is_ending = False
-            if not is_present:
-                space.is_ended = True
-                space.kept.clear()
-        found, bad = {}, []
-        for (space, key), payload in boot.found_on_nvme().items():
-            if payload is None:
-                bad.append((space, key))
-            else:
-                found[space, key] = self.oracle.version_of(space, key, payload)
-        self.counts.ghosts += len(bad)
-        self.counts.lost += recovered.report.is_lost
-        is_excused = recovered.report.is_lost and self._is_damaged
-        is_excused |= bool(recovered.report.skipped) or self.setting.reads_faults
-        self.oracle.judge_restart(found, {} if is_excused else self._demanded)
-        for space, key in bad:
-            space.hurt.add(key)
-
-    def _count(self, boot: Boot) -> None:
-        counts = self.counts
-        if boot.nvme is not None:
-            nvme = boot.nvme
-            counts.demoted += sum(nvme.mover.demotions.values())
-            counts.promoted += sum(nvme.mover.promotions.values())
-            counts.checkpoints += nvme.durability.checkpoints
-            counts.timeouts += nvme.lower.timeouts
-            counts.offline += nvme.lower.offline_times
-            counts.refused += nvme.files.failures
-            counts.injected = len(self._device.faulty.injected)
+            spaces.append(self.oracle.space(name, place, size))
+        self._spaces = [space for space in self._spaces if space.name != name] + spaces
 
     def _new_version(self) -> int:
         self._version += 1
@@ -394,13 +209,6 @@ class World:
 
     def _note(self, *codes: int) -> None:
         self._digest.update(bytes(codes))
-
-
-async def _unless_refused(work: Coroutine[Any, Any, None]) -> None:
-    try:
-        await work
-    except DirectoryError:
-        pass
 
 
 def _opaque_layout(model: str, size: int) -> Layout:

@@ -1,0 +1,206 @@
+"""Devices that grow, go offline and come back, while callers give up and pages are in use."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from device_rig import FIT, NS, RECORD, SEGMENT, Rig, rig_on, slow_to_make
+
+from kvtier.core.handles import Reading
+from kvtier.core.page import PutCode, Tier
+from kvtier.tiers.io_pool import IoClass
+from kvtier.tiers.nvme import NvmeDevice
+from tests.faults.kinds_rig import key_of, on_loop, rows, until
+
+
+@on_loop
+async def test_a_caller_who_goes_away_while_a_segment_is_made_harms_nobody(base: Path) -> None:
+    async with rig_on(base) as rig:
+        devices, health = rig.devices, rig.health()
+        await devices.grow(RECORD)
+        rig.put(range(FIT))
+        with slow_to_make(health.device) as gate:
+            first = asyncio.create_task(devices.grow(RECORD))
+            await until(lambda: health.pool.running == 1)
+            first.cancel()
+            await asyncio.wait([first])
+            second = asyncio.create_task(devices.grow(RECORD))
+            await until(lambda: health.pool.running == 2)
+            gate.set()
+            await second
+        assert (health.online, health.reason) == (True, "")
+        assert health.segments == set(health.device.segments) == {0, 1}
+        assert rig.granted == 2
+        assert rig.store.status()[Tier.NVME].sealed == FIT, "nothing was lost"
+        rig.put(["one more"])
+        assert rig.store.status()[Tier.NVME].sealed == FIT + 1
+
+
+@on_loop
+async def test_a_segment_that_nobody_waited_for_is_used_by_the_next_who_needs_one(
+    base: Path,
+) -> None:
+    async with rig_on(base) as rig:
+        health = rig.health()
+        with slow_to_make(health.device) as gate:
+            grow = asyncio.create_task(rig.devices.grow(RECORD))
+            await until(lambda: health.pool.running == 1)
+            grow.cancel()
+            await asyncio.wait([grow])
+            gate.set()
+            await until(lambda: health.pool.running == 0)
+        assert (rig.granted, set(health.device.segments)) == (0, {0})
+        await rig.devices.grow(RECORD)
+        assert (rig.granted, set(health.device.segments)) == (1, {0})
+
+
+def leased(rig: Rig) -> Reading:
+    (reading,) = rig.store.acquire(NS, 0, rows([key_of(0)]))
+    assert isinstance(reading, Reading)
+    return reading
+
+
+@pytest.mark.parametrize("how", ["condemned", "leased", "both"])
+@on_loop
+async def test_a_device_with_a_page_that_stays_in_its_first_segment_comes_back(
+    base: Path, how: str
+) -> None:
+    async with rig_on(base) as rig:
+        devices, store = rig.devices, rig.store
+        await devices.grow(RECORD)
+        first = rig.put([0, 1])[0]
+        reading = leased(rig) if how != "condemned" else None
+        if how != "leased":
+            assert store.condemn(first)
+        rig.lose()
+        assert rig.granted == 0
+        await rig.come_back()
+        await devices.grow(RECORD)
+        assert store.room.has_free(Tier.NVME, RECORD)
+        rig.put([2, 3])
+        assert store.lookup(NS, 0, rows([key_of(n) for n in range(4)]))[0].tolist() == [2, 2, 1, 1]
+        if reading is not None:
+            assert rig.health().segments == {1}, "what is being read keeps its place"
+            reading.release()
+        rig.put(range(10, 10 + FIT - 2))
+        await devices.grow(RECORD)
+        assert 0 in rig.health().segments, "it can be used again, sooner or later"
+        rig.store.survey.check()
+
+
+@on_loop
+async def test_a_segment_that_is_ready_after_its_device_went_offline_is_not_used(
+    base: Path,
+) -> None:
+    async with rig_on(base, devices=2) as rig:
+        with slow_to_make(rig.health(0).device) as gate:
+            grow = asyncio.create_task(rig.devices.grow(RECORD))
+            await until(lambda: rig.health(0).pool.running == 1)
+            rig.lose(0)
+            gate.set()
+            await grow
+        assert rig.health(0).segments == set()
+        assert rig.health(1).segments == {0}, "the other device grows in its place"
+        assert rig.granted == 1
+        slots = [ref.slot for ref in rig.put(range(FIT))]
+        assert min(slots) >= rig.first_slot(1), "nothing goes to the one that is offline"
+        await rig.come_back()
+        await rig.devices.grow(RECORD)
+        assert [rig.health(number).segments for number in (0, 1)] == [{0}, {0}]
+
+
+@on_loop
+async def test_a_copy_that_was_being_made_is_lost_with_its_device(base: Path) -> None:
+    """Also if the device is back, and its segment in use, before the copy is sealed."""
+    async with rig_on(base) as rig:
+        await rig.devices.grow(RECORD)
+        early, late = rig.reserve("early"), rig.reserve("late")
+        rig.lose()
+        assert early.seal() is PutCode.STALE_GENERATION
+        await rig.come_back()
+        await rig.devices.grow(RECORD)
+        assert late.seal() in (PutCode.STALE_GENERATION, PutCode.STORED)
+        assert rig.store.status()[Tier.NVME].filling == 0
+        rig.store.survey.check()
+
+
+@on_loop
+async def test_pages_of_an_offline_device_leave_the_books_in_slices(base: Path) -> None:
+    async with rig_on(base) as rig:
+        await rig.devices.grow(RECORD)
+        rig.put(range(FIT))
+        reading = leased(rig)
+        sizes = []
+        clear = rig.store.room.clear
+
+        def counting(lost, pages_max: int) -> int:
+            sizes.append(clear(lost, pages_max))
+            return sizes[-1]
+
+        with (
+            mock.patch("kvtier.daemon.devices._SWEEP_PAGES", 5),
+            mock.patch.object(rig.store.room, "clear", counting),
+        ):
+            rig.lose()
+            await rig.devices.sweep()
+        assert sizes == [5, 5, 5, 1, 0]
+        counts = rig.store.status()[Tier.NVME]
+        assert (counts.sealed, counts.retiring) == (0, 1)
+        reading.release()
+        assert rig.store.status()[Tier.NVME].used_bytes == 0
+
+
+@on_loop
+async def test_the_loop_never_asks_a_device_what_its_files_take(base: Path) -> None:
+    """A device that hangs would hold up everything; what it said last is good enough."""
+    loop_thread, asked = threading.current_thread(), []
+    ask = NvmeDevice.disk_bytes
+
+    def spying(device: NvmeDevice) -> int:
+        asked.append(threading.current_thread())
+        return ask(device)
+
+    with mock.patch.object(NvmeDevice, "disk_bytes", spying):
+        async with rig_on(base) as rig:
+            health = rig.health()
+            await asyncio.to_thread(rig.devices.probe_all)
+            empty = health.disk_bytes
+            assert 0 < empty < SEGMENT
+            await rig.devices.grow(RECORD)
+            assert SEGMENT < health.disk_bytes - empty < SEGMENT + 64 * 1024
+            rig.lose()
+            health.disk_bytes = 0
+            await rig.come_back()
+            assert health.disk_bytes == ask(health.device)
+    assert len(asked) == 3
+    assert loop_thread not in asked
+
+
+@on_loop
+async def test_an_access_that_hangs_takes_its_device_offline_and_its_end_brings_it_back(
+    base: Path,
+) -> None:
+    """Also when the caller has gone away; nobody who waits behind it waits for ever."""
+    async with rig_on(base) as rig:
+        await rig.devices.grow(RECORD)
+        rig.put([0])
+        gate = threading.Event()
+        jobs = [rig.devices.submit(IoClass.PUT, rig.first_slot(0), gate.wait) for _ in range(2)]
+        waiters = [asyncio.create_task(job.wait(60)) for job in jobs]
+        await asyncio.sleep(0)
+        for waiter in waiters:
+            waiter.cancel()
+        syncing = asyncio.create_task(rig.devices.sync())
+        rig.lose()
+        await syncing
+        await rig.devices.sweep()
+        await rig.devices.retry()
+        assert not rig.health().online, "its threads still hang"
+        gate.set()
+        await rig.come_back()
+        await rig.devices.grow(RECORD)
+        assert rig.granted == 1

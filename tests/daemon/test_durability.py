@@ -1,0 +1,276 @@
+"""The order of what the journal says, around checkpoints and deletes; files are in memory unless a
+test is about them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvtier.core.generations import Generations
+from kvtier.core.handles import Filling, Reading
+from kvtier.core.page import NO_SUM, Codec, PageMeta, PutCode, Tier
+from kvtier.core.slabs import SlabAllocator
+from kvtier.core.store import Store, StoreConfig
+from kvtier.daemon.durability import DirectoryFiles, Durability
+from kvtier.errors import DirectoryError
+from kvtier.tiers.nvme_journal import Delete, Entry, Mark, journal_paths, read_journal
+from kvtier.tiers.nvme_snapshot import Snapshot
+from tests.faults.kinds_rig import key_of, rows
+
+NS = 1
+NAME = (bytes(range(32)), 7)
+DIRECTORY_ID = b"0123456789abcdef"
+SEGMENT = 1 << 20
+SMALL, LARGE = 8 << 10, 64 << 10
+
+
+@dataclass
+class MemoryJournal:
+    """`meanwhile` is what others do while it is being closed."""
+
+    number: int
+    entries: list[Entry] = field(default_factory=list)
+    meanwhile: Callable[[], Awaitable[None]] | None = None
+    size_bytes: int = 64
+    failed: bool = False
+
+    async def append(self, entries: Sequence[Entry], *, sync: bool) -> None:
+        assert sync
+        self.entries += entries
+        self.size_bytes += 64 + sum(len(e.keys) for e in entries if isinstance(e, Delete))
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        if self.meanwhile is not None:
+            await self.meanwhile()
+
+
+class MemoryFiles:
+    """StateFiles that keep everything."""
+
+    def __init__(self) -> None:
+        self.journals: list[MemoryJournal] = []
+        self.snapshots: list[Snapshot] = []
+
+    async def create_journal(self, number: int) -> MemoryJournal:
+        self.journals.append(MemoryJournal(number))
+        return self.journals[-1]
+
+    async def write_checkpoint(self, snapshot: Snapshot, number: int) -> int:
+        await asyncio.sleep(0)
+        self.snapshots.append(snapshot)
+        return 1
+
+    async def remove_old(self) -> None:
+        await asyncio.sleep(0)
+
+
+def make_store() -> Store:
+    """Two slabs in host memory, one on NVMe."""
+    tiers = {
+        Tier.HOST: SlabAllocator(slab_bytes=SEGMENT, numbers=range(2)),
+        Tier.NVME: SlabAllocator(slab_bytes=SEGMENT, numbers=range(1)),
+    }
+    store = Store(
+        StoreConfig(boot_id=1, pages_max=256, seed=1),
+        tiers=tiers,
+        generations=Generations(0, lambda bound: None),
+    )
+    store.open_namespace(NS, 1)
+    for tier, slab in ((Tier.HOST, 0), (Tier.HOST, 1), (Tier.NVME, 0)):
+        store.room.grant(tier, slab)
+    return store
+
+
+def make_durability(store: Store, files, *, journal_bytes_max: int = 1 << 20) -> Durability:
+    return Durability(
+        files,
+        store,
+        name_of=lambda number: NAME if number == NS else None,
+        segment_bytes=SEGMENT,
+        journal_bytes_max=journal_bytes_max,
+    )
+
+
+def begin_down(store: Store, name: object, record_bytes: int) -> tuple[Reading, Filling]:
+    """A page in host memory, and its copy on NVMe, which is being made."""
+    meta = PageMeta(
+        key=key_of(name), length=record_bytes - 4096, codec=Codec.RAW, payload_sum=NO_SUM
+    )
+    filling = store.reserve(NS, 0, meta, record_bytes)
+    assert isinstance(filling, Filling)
+    assert filling.seal() is PutCode.STORED
+    (source,) = store.acquire(NS, 0, rows([meta.key]))
+    assert isinstance(source, Reading)
+    target = store.reserve(NS, 0, meta, record_bytes, tier=Tier.NVME, source=source)
+    assert isinstance(target, Filling)
+    return source, target
+
+
+def put_down(store: Store, name: object, record_bytes: int = SMALL) -> int:
+    """A page that is on NVMe too; the generation of the copy there."""
+    source, target = begin_down(store, name, record_bytes)
+    assert target.seal() is PutCode.STORED
+    source.release()
+    return target.ref.generation
+
+
+def test_the_mark_of_a_copy_in_flight_does_not_overtake_a_newer_one() -> None:
+    """A restart scans a segment for records of the size that the last mark of it says."""
+
+    async def run() -> None:
+        store, files = make_store(), MemoryFiles()
+        durability = make_durability(store, files)
+        await durability.begin(1, has_base=False)
+        source, target = begin_down(store, "in flight", SMALL)
+        await durability.mark(0, SMALL)
+
+        async def meanwhile() -> None:
+            # Its write fails, and the segment, which is empty then, gets another class.
+            target.abandon()
+            source.release()
+            other, made = begin_down(store, "other class", LARGE)
+            await durability.mark(0, LARGE)
+            assert made.seal() is PutCode.STORED
+            other.release()
+
+        files.journals[-1].meanwhile = meanwhile
+        await durability.checkpoint()
+        marks = [entry for entry in files.journals[-1].entries if isinstance(entry, Mark)]
+        assert marks == [Mark(0, SMALL), Mark(0, LARGE)]
+        assert durability.marked_slabs == {0: LARGE}
+        assert files.snapshots[-1].in_flight == (target.ref.generation,)
+        await durability.close()
+
+    asyncio.run(run())
+
+
+def test_a_mark_that_is_asked_for_during_a_checkpoint_is_in_the_new_journal() -> None:
+    async def run() -> None:
+        store, files = make_store(), MemoryFiles()
+        durability = make_durability(store, files)
+        await durability.begin(1, has_base=False)
+        await durability.mark(0, SMALL)
+        checkpoint = asyncio.create_task(durability.checkpoint())
+        await asyncio.sleep(0)
+        await durability.mark(0, SMALL)
+        await checkpoint
+        assert [journal.number for journal in files.journals] == [1, 2]
+        is_marked = [journal.entries == [Mark(0, SMALL)] for journal in files.journals]
+        assert is_marked == [True, bool(durability.marked_slabs)]
+        await durability.close()
+
+    asyncio.run(run())
+
+
+def test_a_delete_covers_what_was_begun_before_it_and_nothing_later() -> None:
+    """However much later it is journalled, and whatever the store has handed out meanwhile."""
+
+    async def run() -> None:
+        store, files = make_store(), MemoryFiles()
+        durability = make_durability(store, files)
+        await durability.begin(1, has_base=False)
+        before = put_down(store, "page")
+        store.delete(NS, 0, rows([key_of("page")]))
+        doom = durability.doom(NS, 0, rows([key_of("page")]))
+        after = put_down(store, "page")
+        put_down(store, "another")
+        await durability.journal([doom, None])
+        (delete,) = files.journals[-1].entries
+        assert isinstance(delete, Delete)
+        assert (delete.fingerprint, delete.generation, delete.shard) == (*NAME, 0)
+        assert delete.keys == key_of("page")
+        assert before <= delete.bound < after
+        await durability.close()
+
+    asyncio.run(run())
+
+
+def test_nothing_of_an_ended_namespace_is_journalled() -> None:
+    async def run() -> None:
+        store, files = make_store(), MemoryFiles()
+        durability = make_durability(store, files)
+        await durability.begin(1, has_base=False)
+        assert durability.doom(NS + 1, 0, rows([key_of("page")])) is None
+        await durability.journal([None])
+        assert files.journals[-1].entries == []
+        await durability.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("can_checkpoint", [True, False])
+def test_keys_that_a_journal_has_no_room_for_become_a_checkpoint(can_checkpoint: bool) -> None:
+    """It lists what is left, which says as much; without the tier there is no list to make."""
+
+    async def run() -> None:
+        store, files = make_store(), MemoryFiles()
+        durability = make_durability(store, files, journal_bytes_max=64 << 10)
+        await durability.begin(1, has_base=False)
+        if not can_checkpoint:
+            await durability.close()
+            durability = make_durability(store, files, journal_bytes_max=0)
+            await durability.begin(2, has_base=True, can_checkpoint=False)
+        kept = put_down(store, "kept")
+        put_down(store, "page")
+        keys = rows([key_of(n) for n in range(3000)] + [key_of("page")])
+        store.delete(NS, 0, keys)
+        await durability.journal([durability.doom(NS, 0, keys)])
+        deletes = [e for journal in files.journals for e in journal.entries]
+        if can_checkpoint:
+            assert deletes == []
+            assert files.snapshots[-1].pages.generation.tolist() == [kept]
+            assert max(journal.size_bytes for journal in files.journals) < 4096
+        else:
+            assert [len(delete.keys) // 32 for delete in deletes] == [3001]
+            assert len(files.snapshots) == 1
+        await durability.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_leftover_of_the_next_journal_does_not_block_checkpoints(
+    tmp_path: Path, has_head: bool
+) -> None:
+    """A `create` that fails half-way, and cannot take it back, leaves a journal without entries."""
+
+    async def run() -> None:
+        durability = make_durability(make_store(), DirectoryFiles(tmp_path, DIRECTORY_ID))
+        await durability.begin(1, has_base=False)
+        first = journal_paths(tmp_path)[1]
+        content = first.read_bytes() if has_head else b""
+        first.with_name("journal-0000000002").write_bytes(content)
+        await durability.checkpoint()
+        await durability.mark(0, SMALL)
+        await durability.checkpoint()
+        await durability.close()
+
+    asyncio.run(run())
+    journals = journal_paths(tmp_path)
+    assert list(journals) == [2, 3], "what the checkpoint before the last one goes on with"
+    assert read_journal(journals[2], DIRECTORY_ID).entries == (Mark(0, SMALL),)
+
+
+def test_a_journal_with_entries_is_never_replaced(tmp_path: Path) -> None:
+    async def run() -> None:
+        durability = make_durability(make_store(), DirectoryFiles(tmp_path, DIRECTORY_ID))
+        await durability.begin(1, has_base=False)
+        await durability.mark(0, SMALL)
+        first = journal_paths(tmp_path)[1]
+        second = first.with_name("journal-0000000002")
+        second.write_bytes(first.read_bytes())
+        with pytest.raises(DirectoryError, match="journal-0000000002"):
+            await durability.checkpoint()
+        assert second.read_bytes() == first.read_bytes()
+        # What goes on is the journal that was there: nothing that is said from now on is lost.
+        await durability.mark(0, LARGE)
+        await durability.close()
+        assert read_journal(first, DIRECTORY_ID).entries == (Mark(0, SMALL), Mark(0, LARGE))
+
+    asyncio.run(run())
