@@ -46,7 +46,7 @@ class Links:
             parent = self._index.copy_in(head, tier)
             if parent == NO_ROW:
                 self._wait(row, (tier, namespace, shard, parent_key))
-            elif not table.children[row] or row not in self._upwards(parent):
+            elif parent != row and (not table.children[row] or row not in self._upwards(parent)):
                 self._link(row, parent)
         waiting = self._waiting.pop((tier, namespace, shard, table.key(row)), ())
         self._waiting_count -= len(waiting)

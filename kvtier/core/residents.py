@@ -94,12 +94,15 @@ class Residents:
         return row
 
     def seal(self, row: int, parent_key: bytes) -> None:
-        """FILLING -> SEALED: findable from now on, in place of a worse copy in the same tier."""
+        """FILLING -> SEALED: findable from now on, in place of a worse copy in the same tier and of
+        one that will go with its slab."""
         table = self.table
         head = self.index.find(table.namespace[row], table.shard[row], table.key(row))
-        worse = self.index.copy_in(head, table.tier[row])
-        if worse != NO_ROW:
-            self._replace(worse, row)
+        for copy in self.index.copies(head):
+            if table.tier[copy] == table.tier[row]:
+                self._replace(copy, row)
+            elif not self.is_lasting(copy):
+                self.retire(copy)
         self._fire(row, Event.SEAL)
         self.index.insert(row)
         self.links.join(row, parent_key)

@@ -70,14 +70,18 @@ class Survey:
         hottest_bytes: int = 1 << 62,
         uses_min: int = 0,
         rows_max: int = 1 << 31,
+        but: npt.NDArray[np.uint64] | None = None,
     ) -> npt.NDArray[np.int64]:
         """Of the coldest `coldest_bytes` of `tier` and its hottest `hottest_bytes`, rows without a
-        copy in a lower tier, the coldest first.
+        copy in a lower tier, the coldest first. The generations `but` count as if they were not
+        there.
 
         Advice: read without the lock, so that a look at a million rows keeps nobody waiting.
         """
         table = self._store._table
         rows = table.rows_where(tier=tier, state=State.SEALED)
+        if but is not None and len(but):
+            rows = rows[~np.isin(table.column("generation")[rows], but)]
         rows = rows[np.argsort(table.column("stamp")[rows])]
         up_to = np.cumsum(table.column("record")[rows])
         within = up_to <= np.uint64(max(0, coldest_bytes))

@@ -296,21 +296,25 @@ class Devices:
         log.info("nvme.device_online", extra={"path": str(health.device.path)})
 
     async def sync(self) -> None:
-        """Makes what is written survive a power cut."""
-        for health in self.health.values():
-            writes = health.writes
-            if health.online and writes != health.synced:
-                try:
-                    job = health.pool.submit(IoClass.DEMOTE, health.device.sync)
-                    await job.wait(self.timeout_s)
-                    health.synced = writes
-                except Busy:
-                    pass  # next time
-                except TimeoutError:
-                    self._take_offline(health, "a sync was not done in time")
-                except TierIOError as error:
-                    if errno_of(error) not in _SHORTAGE:
-                        self._take_offline(health, str(error))
+        """Makes what is written survive a power cut; no device waits for another."""
+        async with asyncio.TaskGroup() as group:
+            for health in self.health.values():
+                writes = health.writes
+                if health.online and writes != health.synced:
+                    group.create_task(self._sync(health, writes))
+
+    async def _sync(self, health: DeviceHealth, writes: int) -> None:
+        try:
+            job = health.pool.submit(IoClass.DEMOTE, health.device.sync)
+            await job.wait(self.timeout_s)
+            health.synced = writes
+        except Busy:
+            pass  # next time
+        except TimeoutError:
+            self._take_offline(health, "a sync was not done in time")
+        except TierIOError as error:
+            if errno_of(error) not in _SHORTAGE:
+                self._take_offline(health, str(error))
 
     @staticmethod
     def _wrote(health: DeviceHealth) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,9 +29,18 @@ from kvtier.core.store import Store
 from kvtier.errors import DirectoryError
 from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.nvme_checkpoint import oldest_number, write_checkpoint
-from kvtier.tiers.nvme_journal import Delete, Drop, Entry, Journal, Mark, remove_unused
+from kvtier.tiers.nvme_journal import (
+    Delete,
+    Drop,
+    Entry,
+    Journal,
+    Mark,
+    journal_paths,
+    remove_unused,
+)
 from kvtier.tiers.nvme_recovery import remove_old
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
+from kvtier.tiers.nvme_state import unwritable
 
 __all__ = ["DirectoryFiles", "Durability", "JournalFile", "StateFiles"]
 
@@ -74,7 +84,13 @@ class DirectoryFiles:
         self._directory_id = directory_id
 
     async def create_journal(self, number: int) -> JournalFile:
-        await asyncio.to_thread(remove_unused, self._directory, number)
+        def prepare() -> None:
+            remove_unused(self._directory, number)
+            # A start may have read what was written and not synced, and goes on from it.
+            for path in journal_paths(self._directory).values():
+                _sync(path)
+
+        await asyncio.to_thread(prepare)
         return await Journal.create(self._directory, number=number, directory_id=self._directory_id)
 
     async def write_checkpoint(self, snapshot: Snapshot, number: int) -> int:
@@ -88,6 +104,14 @@ class DirectoryFiles:
             remove_old(self._directory, oldest_number(self._directory))
 
         await asyncio.to_thread(remove)
+
+
+def _sync(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 class Durability:

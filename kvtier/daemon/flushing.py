@@ -40,6 +40,12 @@ class Unflushed:
         lost = self._lost.pop(session, 0)
         return [(scope, _array(keys)) for scope, keys in held.items()], lost
 
+    def give_back(self, session: int, held: list[tuple[Scope, Keys]], lost: int) -> None:
+        """What `take` gave, for the next flush."""
+        for scope, keys in held:
+            self.stored(session, scope, (key.tobytes() for key in keys))
+        self._lost[session] += lost
+
     def end(self, session: int) -> None:
         self._keys.pop(session, None)
         self._lost.pop(session, None)

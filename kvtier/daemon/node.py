@@ -241,22 +241,19 @@ class Node:
     async def flush(self, session: int) -> tuple[int, int]:
         """(pages that are durable now, pages that are not) of what the session has put since its
         last flush."""
-        held, lost = self.unflushed.take(session)
-        pages = 0
-        while held:
-            scope, keys = held[-1]
-            try:
+        held, known_lost = self.unflushed.take(session)
+        pages, lost = 0, known_lost
+        try:
+            for scope, keys in held:
                 durable = 0
                 if self.nvme is not None:
                     durable = int((await self.nvme.tiering.make_durable(scope, keys)).sum())
-            except BaseException:
-                # Nobody hears of this one: all that it took waits for the next.
-                for left, names in held:
-                    self.unflushed.stored(session, left, [name.tobytes() for name in names])
-                raise
-            held.pop()
-            pages += durable
-            lost += len(keys) - durable
+                pages += durable
+                lost += len(keys) - durable
+        except BaseException:
+            # Nobody hears of this one: all that it took waits for the next.
+            self.unflushed.give_back(session, held, known_lost)
+            raise
         return pages, lost
 
     def host_pages(self) -> int:

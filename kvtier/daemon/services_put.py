@@ -20,7 +20,7 @@ from kvtier.daemon.node import Node
 from kvtier.daemon.sessions import Handle
 from kvtier.daemon.tracing import log_trace
 from kvtier.errors import ChunkError, DeadlineExceeded, LimitExceeded, NotImplementedYet
-from kvtier.packing.record import SESSION_BYTES_MAX, record_bytes
+from kvtier.packing.record import SESSION_BYTES_MAX
 from kvtier.transfer.intake import Intake
 from kvtier.transfer.place import Place
 from kvtier.transfer.wire import PutMessage
@@ -169,7 +169,7 @@ class _PutCall:
         if nvme is None:
             return reached
         if int(self._opened.durability) != Durability.NVME:
-            nvme.tiering.stored(scope, keys, record_bytes(place.layout.raw_bytes))
+            nvme.tiering.stored(scope, keys)
             return reached
         array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
         is_durable = await nvme.tiering.make_durable(scope, array)

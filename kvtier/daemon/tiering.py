@@ -47,8 +47,6 @@ SubjectOf = Callable[[int, int, bytes], "Subject | None"]
 #: Pages that the cleaner copies between two looks at what is coldest.
 _CLEAN_PAGES = 256
 _REFUSED_MAX = 65_536
-#: Write-through copies that wait hold this part of host memory at most.
-_THROUGH_PART = 4
 
 
 class Tiering:
@@ -78,8 +76,7 @@ class Tiering:
         # does not wait in the background for it.
         self._going_down: dict[tuple[int, int, bytes, bool], asyncio.Future[MoveCode]] = {}
         self.dropped: Counter[str] = Counter()
-        self._through_bytes = 0
-        self._through_bytes_max = store.status()[Tier.HOST].capacity_bytes // _THROUGH_PART
+        self._through_turn = asyncio.Semaphore(2 * streams)
         # Generations of copies that NVMe cannot take: the cleaner must not begin with them again.
         self._refused: dict[int, None] = {}
 
@@ -115,25 +112,17 @@ class Tiering:
         """Starts to copy pages up; what was found of each."""
         return self._start(scope, keys, Tier.HOST, self._up_by_key, IoClass.PREFETCH)
 
-    def stored(self, scope: Scope, keys: Sequence[bytes], size: int) -> None:
-        """Pages that a put has just stored, records of up to `size` bytes: write-through copies
-        them. Those that wait keep their places in host memory, so they are no more than a part of
-        it."""
-        if self._config.write_policy is not WritePolicy.THROUGH:
-            return
-        for key in keys:
-            array = np.frombuffer(key, np.uint8)
-            is_room = self._through_bytes + size <= self._through_bytes_max
-            if is_room and self._spawn(self._through(scope, array, size)):
-                self._through_bytes += size
-            else:
-                self.dropped["queue"] += 1
+    def stored(self, scope: Scope, keys: Sequence[bytes]) -> None:
+        """Pages that a put has just stored: write-through copies them."""
+        if self._config.write_policy is WritePolicy.THROUGH:
+            for key in keys:
+                if not self._spawn(self._through(scope, np.frombuffer(key, np.uint8))):
+                    self.dropped["queue"] += 1
 
-    async def _through(self, scope: Scope, key: Keys, size: int) -> MoveCode:
-        try:
+    async def _through(self, scope: Scope, key: Keys) -> MoveCode:
+        # Until its turn it holds nothing: a page that waits may have to give way in host memory.
+        async with self._through_turn:
             return await self._down_by_key(scope, key, IoClass.DEMOTE)
-        finally:
-            self._through_bytes -= size
 
     # -- by itself -------------------------------------------------------------------------------
 
@@ -153,7 +142,8 @@ class Tiering:
             Tier.HOST,
             coldest_bytes=want,
             uses_min=uses,
-            rows_max=_CLEAN_PAGES + len(self._refused),
+            rows_max=_CLEAN_PAGES,
+            but=self._refused_generations(),
         )
         codes = await self._down_rows(rows.tolist(), IoClass.DEMOTE)
         return codes.total(), codes[MoveCode.DONE]
@@ -162,23 +152,32 @@ class Tiering:
         """Copies every page that is in host memory alone down, the latest used first, as long as
         there is time (monotonic seconds) and room; how many are still in host memory alone then."""
         room = self._store.status()[Tier.NVME].capacity_bytes
-        # What is used less than all that fits would take the place of what is used more.
-        rows = self._unsaved_rows(room - room // 8)
         try:
             async with asyncio.timeout_at(until):
-                for at in range(0, len(rows), _CLEAN_PAGES):
-                    codes = await self._down_rows(rows[at : at + _CLEAN_PAGES], IoClass.PUT)
-                    if codes[MoveCode.BUSY] and not codes[MoveCode.DONE]:
-                        break  # nothing goes down any more
+                # What is used less than all that fits would take the place of what is used more.
+                while await self._flush_hottest(room - room // 8):
+                    pass
         except TimeoutError:
             pass
-        return len(self._unsaved_rows())
+        return len(self._store.survey.uncopied_rows(Tier.HOST))
 
-    def _unsaved_rows(self, hottest_bytes: int = 1 << 62) -> list[int]:
-        """Pages in host memory alone, the latest used first, of the latest used so many bytes."""
-        rows = self._store.survey.uncopied_rows(Tier.HOST, hottest_bytes=hottest_bytes)
+    async def _flush_hottest(self, nbytes: int) -> bool:
+        """Copies of the latest used so many bytes what is in host memory alone. True: some cannot
+        be copied at all, and others may go in their place."""
+        rows = self._store.survey.uncopied_rows(
+            Tier.HOST, hottest_bytes=nbytes, but=self._refused_generations()
+        )
         latest_first: list[int] = rows[::-1].tolist()
-        return latest_first
+        refused = 0
+        for at in range(0, len(latest_first), _CLEAN_PAGES):
+            codes = await self._down_rows(latest_first[at : at + _CLEAN_PAGES], IoClass.PUT)
+            if codes[MoveCode.BUSY] and not codes[MoveCode.DONE]:
+                return False  # nothing goes down any more
+            refused += codes[MoveCode.REFUSED]
+        return refused > 0
+
+    def _refused_generations(self) -> npt.NDArray[np.uint64]:
+        return np.fromiter(self._refused, np.uint64, len(self._refused))
 
     async def settle(self, until: float) -> None:
         """Returns when no movement is under way, or at `until` (monotonic seconds)."""

@@ -219,13 +219,17 @@ class Pages:
         self.clock.ticks(1)
 
     def admit(self, x: int) -> None:
+        self.policy.admit(self.hold(x))
+        self.clock.ticks(1)
+
+    def hold(self, x: int) -> int:
+        """A row for a page, without a word to the policy."""
         row = self.table.take_row(key(x))
         assert row != NO_ROW
         self.table.namespace[row], self.table.shard[row] = 1, 0
         self.rows[x], self.names[row] = row, x
         self.marks[mark_of(self.table, row)] = x
-        self.policy.admit(row)
-        self.clock.ticks(1)
+        return row
 
     def evict(self) -> int:
         """The page that gave way."""

@@ -126,6 +126,29 @@ def test_pages_used_together_are_used_once_each_the_head_last(name: str, seed: i
     assert len(apart.evicted) == 1050
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_pages_admitted_together_are_admitted_in_order(name: str) -> None:
+    """The same pages go in the same order; with a memory, also into a queue that was full once."""
+    together, apart = Pages(POLICIES[name], 80), Pages(POLICIES[name], 80)
+    for first in (0, 1000) if name != "lru" else (0,):
+        for pages in (together, apart):
+            for page in range(first, first + 80):
+                pages.hold(page)
+        together.policy.admit_many(np.array(list(together.rows.values())))
+        for row in apart.rows.values():
+            apart.policy.admit(row)
+        for pages in (together, apart):
+            pages.use(range(first + 10, first + 20))
+            pages.use(range(first + 10, first + 20))
+            for page in range(first + 500, first + 600):
+                pages.get(page)
+        assert together.evicted == apart.evicted
+        assert together.ghosts() == apart.ghosts()
+        for pages in (together, apart):
+            for page in list(pages.rows):
+                pages.delete(page)
+
+
 def hits(name: str, pages: list[int]) -> int:
     cache = Pages(POLICIES[name], 100)
     return sum(cache.get(page) for page in pages)

@@ -161,8 +161,11 @@ def test_pages_that_name_each_other_as_parents_make_no_ring() -> None:
     put(store, 5, parent=6)
     put(store, 6, parent=5)
     store.survey.check()
+    put(store, 7, parent=7)
+    put(store, 7, parent=7)
     for n in range(10, 16):
         assert put(store, n) is PutCode.STORED
+    assert present(store, range(1, 8)) == [], "each of them could give way"
     assert put(store, 20, record=2 * RECORD) is PutCode.STORED, "a look at all chains ends"
     store.survey.check()
 

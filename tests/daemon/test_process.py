@@ -73,11 +73,17 @@ def test_sigterm_lets_a_put_finish(make_daemon):
             yield transfer_pb2.PutRequest(
                 open=transfer_pb2.PutOpen(handle=opened.handle),
                 pages=[put_page(opened, key_of("slow"), payload)],
+                data=payload[:100],
             )
+            # What has not reached the daemon is not under way.
+            deadline = time.monotonic() + 20
+            while not raw.status().tiers[0].pages_filling:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
             daemon.signal(signal.SIGTERM)
             daemon.wait_logged("event=daemon.draining")
             go.append(refusal(raw))
-            yield transfer_pb2.PutRequest(data=payload)
+            yield transfer_pb2.PutRequest(offset=100, data=payload[100:])
 
         answer = raw.put_messages(messages())
         assert list(answer.codes) == [1]

@@ -120,18 +120,15 @@ async def under_load(base, policy, seconds, *, device_bytes_per_s, memory_max):
         assert load.memory <= memory_max
         assert max(load.put_s, load.get_s) < 5.0
 
-        await until(lambda: daemon.node.nvme.tiering.under_way == 0)
+        await until(lambda: daemon.node.nvme.tiering.under_way == 0, 30.0)
         if policy == "through":
             # Every page that was stored went down, or was given up and counted.
             dropped = daemon.node.nvme.tiering.dropped
             assert dropped["queue"] > 0
             down = sum(daemon.node.nvme.mover.demotions.values()) - 4
-            assert down + dropped["queue"] + dropped["budget"] == stored
+            assert down + dropped.total() == stored
             told = daemon.metric("kvtier_moves_dropped_total", reason="queue")
             assert told == dropped["queue"]
-            # Those that came first are those that went down.
-            first = keys_of(range(8))
-            assert (await ns.lookup(first)).hits == 8
         daemon.disk.heal()
         new = keys_of(f"new {n}" for n in range(16))
         put = await ns.put(new, pages_of(new, PAGE), durable="nvme")
@@ -145,8 +142,8 @@ async def under_load(base, policy, seconds, *, device_bytes_per_s, memory_max):
 
 @pytest.mark.parametrize("policy", ["through", "back"])
 @on_loop
-async def test_a_device_of_1_mb_a_second_under_full_load(base, policy):
-    await under_load(base, policy, 1.2, device_bytes_per_s=MIB, memory_max=64 * MIB)
+async def test_a_slow_device_under_full_load(base, policy):
+    await under_load(base, policy, 1.2, device_bytes_per_s=MIB // 2, memory_max=64 * MIB)
 
 
 @pytest.mark.soak

@@ -130,7 +130,7 @@ class Clients:
         if nvme is None or not keys:
             return
         scope = space.place.namespace, space.place.shard
-        if self._rng.random() < 0.5:
+        if self._rng.random() < 0.4:
             nvme.tiering.stored(scope, keys)
             return
         is_durable = await nvme.tiering.make_durable(scope, _array(keys))
@@ -236,6 +236,9 @@ class Clients:
     async def delete(self, space: Space) -> None:
         """In slices, tail first, and answered when it is journalled."""
         keys, place = self._keys(space), space.place
+        if self._rng.random() < 0.5:
+            space, keys = self._on_their_way(space, keys)
+            place = space.place
         nvme, entries = self.boot.nvme, []
         doomed: dict[bytes, set[int]] = {}
         slice_keys = self._rng.choice((2, 8))
@@ -316,6 +319,15 @@ class Clients:
             return False
         self._oracle.ended(spaces)
         return True
+
+    def _on_their_way(self, space: Space, keys: list[bytes]) -> tuple[Space, list[bytes]]:
+        """A page that is being copied now; what was given when there is none."""
+        table, rows = self._store._table, list(self._store._moves._sources)
+        if not rows:
+            return space, keys
+        row = self._rng.choice(rows)
+        space = self._oracle.space_of(table.namespace[row], table.shard[row])
+        return space, [table.key(row)]
 
     def _keys(self, space: Space) -> list[bytes]:
         start = self._rng.randrange(4)

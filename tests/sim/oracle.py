@@ -248,6 +248,7 @@ class Oracle:
     def judge_miss(self, space: Space, key: bytes, code: GetCode, window: Window) -> None:
         name = f"{space.page(key)}: {code.name}"
         is_calm = space.disturbed[key] == window.disturbed[key] and not space.is_ending
+        is_calm &= all(at != key for at, _ in space.log[window.logged :])
         is_hurt = key in space.hurt or key in window.hurt
         if code is GetCode.CORRUPT:
             self.counts.corrupt += 1

@@ -29,18 +29,19 @@ _CHECKPOINT_HEAD_BYTES = 128
 
 @dataclass(slots=True)
 class JournalImage:
-    """A journal on disk. `synced` of its `frames` are safe; `tail` is what a crash left after
-    them."""
+    """A journal on disk: its bytes after the head, the first `synced` of which are safe."""
 
     number: int
-    frames: list[bytes] = field(default_factory=list)
+    frames: bytearray = field(default_factory=bytearray)
     synced: int = 0
-    tail: bytes = b""
     is_named: bool = False  # its name survives a power cut
 
     @property
     def content(self) -> bytes:
-        return encode_head(DIRECTORY_ID, self.number) + b"".join(self.frames) + self.tail
+        return encode_head(DIRECTORY_ID, self.number) + self.frames
+
+    def sync(self) -> None:
+        self.synced = len(self.frames)
 
 
 @dataclass(slots=True)
@@ -101,11 +102,13 @@ class StateDisk:
             if rng.random() < 0.5:
                 self.journals[number] = journal
         for journal in self.journals.values():
-            lost = b"".join(journal.frames[journal.synced :]) + journal.tail
-            del journal.frames[journal.synced :]
-            kept = lost[: rng.randint(0, len(lost))]
+            lost = bytes(journal.frames[journal.synced :])
+            kept = _part(lost, rng)
             # The length of a file can get to the disk before the bytes.
-            journal.tail = kept.ljust(len(lost), b"\0") if rng.random() < 0.3 else kept
+            journal.frames[journal.synced :] = (
+                kept.ljust(len(lost), b"\0") if rng.random() < 0.3 else kept
+            )
+            journal.sync()
         self.sync_names()
 
     def damage_checkpoint(self, rng: random.Random, *, newest: bool) -> bool:
@@ -150,6 +153,8 @@ class BootFiles:
         await self.scheduler.pause()
         self.refuse_sometimes("a journal")
         assert number not in self.disk.journals, f"journal {number} is there already"
+        for before in self.disk.journals.values():
+            before.sync()
         image = self.disk.journals[number] = JournalImage(number)
         try:
             await self.scheduler.pause()
@@ -237,15 +242,15 @@ class SimJournal:
 
     def kill(self, rng: random.Random) -> None:
         if self._waiting and not self.failed:
-            self._image.tail = _part(b"".join(frame for frame, _ in self._waiting), rng)
+            self._image.frames += _part(b"".join(frame for frame, _ in self._waiting), rng)
 
     def _write(self) -> None:
         self._written, self._waiting = self._waiting, []
-        frames = [frame for frame, _ in self._written]
+        frames = b"".join(frame for frame, _ in self._written)
         try:
             self._files.refuse_sometimes("the journal")
         except DirectoryError as error:
-            self._image.tail = _part(b"".join(frames), self._files.rng)
+            self._image.frames += _part(frames, self._files.rng)
             self._fail(error)
             return
         self._image.frames += frames
@@ -257,7 +262,7 @@ class SimJournal:
         except DirectoryError as error:
             self._fail(error)
             return
-        self._image.synced = len(self._image.frames)
+        self._image.sync()
         self._files.scheduler.add(self._answer)
 
     def _answer(self) -> None:

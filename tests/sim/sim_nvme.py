@@ -251,7 +251,7 @@ class SimLower:
     def left_alone(self, job: SimJob[Any]) -> None:
         """Its waiter was cancelled."""
         is_open = not (job.done or job.is_waited_for or self.scheduler.is_over)
-        if is_open and self._rng.random() < 0.5:
+        if is_open and self._rng.random() < 0.7:
             job.delay()
 
     def ended(self, job: SimJob[Any]) -> None:

@@ -28,6 +28,9 @@ class Weather:
     async def change(self) -> None:
         """Something, or nothing."""
         rng, store, roll = self._rng, self._boot.store, self._rng.random()
+        nvme = self._boot.nvme
+        if nvme is not None and nvme.lower.jobs and rng.random() < 0.04:
+            await self._crew.lose_one()  # somebody may have waited for it
         if roll < 0.01:
             if self._boot.slabs_waiting:
                 store.room.grant(Tier.HOST, self._boot.slabs_waiting.pop())
@@ -38,12 +41,12 @@ class Weather:
             store.pins.expire(self._clients.now)
         elif roll < 0.08:
             store.sweep(rng.randint(1, 5))
-        elif roll < 0.10:
+        elif roll < 0.11:
             await self._crew.lose_one()
-        elif roll < 0.105:
+        elif roll < 0.115:
             store.survey.clear_quarantine(None)
-        elif roll < 0.2 and self._boot.nvme is not None:
-            self._change_nvme(self._boot.nvme, (roll - 0.105) / 0.095)
+        elif roll < 0.2 and nvme is not None:
+            self._change_nvme(nvme, (roll - 0.115) / 0.085)
 
     def _change_nvme(self, nvme: Nvme, roll: float) -> None:
         setting, disk = self._boot.machine.setting, self._boot.machine.disk

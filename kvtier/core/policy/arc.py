@@ -30,8 +30,7 @@ class Arc(TwoQueues):
     """T1 is `young`, T2 is `old`."""
 
     def __init__(self, table: CopyTable, clock: Clock, *, burst_share: float = BURST_SHARE) -> None:
-        super().__init__(table, clock, burst_share=burst_share)
-        self.ghosts = Ghosts(2)
+        super().__init__(table, clock, ghosts=Ghosts(2), burst_share=burst_share)
         self.target = 0.0
 
     def _queue_for(self, row: int) -> RowQueue:

@@ -38,10 +38,14 @@ class S3Fifo(TwoQueues):
     """The small queue is `young`, the main queue is `old`."""
 
     def __init__(self, table: CopyTable, clock: Clock, *, burst_share: float = BURST_SHARE) -> None:
-        super().__init__(table, clock, burst_share=burst_share)
-        self.ghosts = Ghosts(1)
+        super().__init__(table, clock, ghosts=Ghosts(1), burst_share=burst_share)
         self._uses_np: npt.NDArray[np.uint8] = np.zeros(table.rows_max, np.uint8)
         self._uses = self._uses_np.data
+
+    def admit_many(self, rows: npt.NDArray[np.int64]) -> None:
+        """See Policy."""
+        self._uses_np[rows] = 0
+        super().admit_many(rows)
 
     def _queue_for(self, row: int) -> RowQueue:
         self._uses[row] = 0

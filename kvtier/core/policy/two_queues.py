@@ -27,6 +27,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.policy.ghosts import Ghosts
 from kvtier.core.policy.lru import NEVER, Clock
 from kvtier.core.policy.row_queue import RowQueue
 from kvtier.core.table import NO_ROW, CopyTable
@@ -43,7 +44,10 @@ _VECTOR_FROM = 32
 class TwoQueues(ABC):
     """`young` has the pages admitted without a history, `old` those that have one."""
 
-    def __init__(self, table: CopyTable, clock: Clock, *, burst_share: float = BURST_SHARE) -> None:
+    def __init__(
+        self, table: CopyTable, clock: Clock, *, ghosts: Ghosts, burst_share: float
+    ) -> None:
+        self.ghosts = ghosts
         self._table = table
         self._clock = clock
         self._burst_share = burst_share
@@ -55,10 +59,6 @@ class TwoQueues(ABC):
         self._awaited = 0  # pages evicted that nothing has been admitted for
         self._named = _NO_PAGE  # (namespace, key) of the last victim
 
-    def admit_many(self, rows: npt.NDArray[np.int64]) -> None:
-        for row in rows.tolist():
-            self.admit(row)
-
     def admit(self, row: int) -> None:
         """See Policy."""
         self._named = _NO_PAGE
@@ -68,6 +68,20 @@ class TwoQueues(ABC):
         queue.append(row)
         queue.members += 1
         self._bound_memory()
+
+    def admit_many(self, rows: npt.NDArray[np.int64]) -> None:
+        """See Policy."""
+        assert not self._pages()
+        if len(self.ghosts):  # a few can be left of the time before it was empty
+            for row in rows.tolist():
+                self.admit(row)
+            return
+        n = len(rows)
+        first = self._clock.ticks(n)
+        self._table.column("stamp")[rows] = np.arange(first, first + n)
+        self._young.extend(rows)
+        self._young.members += n
+        self._awaited = 0
 
     def touch(self, rows: npt.NDArray[np.int64]) -> None:
         """See Policy. A page named twice in one call is used once."""
