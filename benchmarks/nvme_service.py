@@ -17,6 +17,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +108,34 @@ def put_seconds(ns: Namespace, count: int, prefix: str) -> list[float]:
     return took
 
 
+class _Enough(Exception):
+    """Nobody watches this verify any more."""
+
+
+@contextmanager
+def scrub(kv: Connection) -> Iterator[threading.Thread]:
+    """A verify of the tier that reads from the beginning of the block to its end."""
+    reading, is_enough = threading.Event(), threading.Event()
+
+    def on_progress(_progress: object) -> None:
+        reading.set()
+        if is_enough.is_set():
+            raise _Enough
+
+    def run() -> None:
+        with suppress(_Enough):
+            kv.verify(Tier.NVME, on_progress=on_progress)
+
+    running = threading.Thread(target=run)
+    running.start()
+    try:
+        assert reading.wait(30), "no report of the scrub in 30 s"
+        yield running
+    finally:
+        is_enough.set()
+        running.join()
+
+
 def measure_scrub(url: str, *, rounds: int = 6, count: int = 200) -> dict[str, object]:
     """p99 of a put while pages are verified over p99 without, in turn."""
     quiet: list[float] = []
@@ -118,18 +148,9 @@ def measure_scrub(url: str, *, rounds: int = 6, count: int = 200) -> dict[str, o
         put_seconds(ns, 50, "warm")
         for number in range(rounds):
             quiet += put_seconds(ns, count, f"quiet/{number}")
-            reading = threading.Event()
-            scrub = threading.Thread(
-                target=lambda seen=reading: other.verify(
-                    Tier.NVME, on_progress=lambda _progress: seen.set()
-                )
-            )
-            scrub.start()
-            reading.wait(30)
-            busy += put_seconds(ns, count, f"busy/{number}")
-            was_running = scrub.is_alive()
-            scrub.join()
-            assert was_running, "the scrub ended before the puts did: use a larger tier"
+            with scrub(other) as running:
+                busy += put_seconds(ns, count, f"busy/{number}")
+                assert running.is_alive(), "the scrub ended before the puts did: use a larger tier"
     p99 = [float(np.percentile(times, 99)) for times in (quiet, busy)]
     return {
         "measured": "put of one page, p99 under a scrub over p99 without",

@@ -23,7 +23,8 @@ __all__ = ["Unflushed", "flush"]
 
 class Unflushed:
     """Counts pages that were stored and are not known to be durable: those of the present session,
-    which the daemon counts too, and those of sessions that have ended.
+    which the daemon counts too, and those of sessions that have ended. It has no keys: a page that
+    was put twice counts twice here.
     """
 
     def __init__(self) -> None:

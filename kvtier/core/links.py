@@ -19,7 +19,11 @@ from kvtier.core.index import Index
 from kvtier.core.lifecycle import State
 from kvtier.core.table import NO_ROW, CopyTable
 
-__all__ = ["Links"]
+__all__ = ["Links", "Waiting"]
+
+#: (tier, namespace, shard, key of a page that is not there) -> rows that wait for it, each with the
+#: generation that it had.
+Waiting = dict[tuple[int, int, int, bytes], list[tuple[int, int]]]
 
 _WAITING_MAX = 65_536
 #: Pages that are looked through for a ring; only pages that meet their parent late ask for it.
@@ -27,14 +31,22 @@ _CHAIN_MAX = 4_096
 
 
 class Links:
-    """`on_ready(row)` hears of a page that has lost the last page after it."""
+    """`on_kept(row)` hears of a page that has got a first page after it, `on_ready(row)` of one
+    that has lost the last."""
 
-    def __init__(self, table: CopyTable, index: Index, on_ready: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        table: CopyTable,
+        index: Index,
+        *,
+        on_kept: Callable[[int], None],
+        on_ready: Callable[[int], None],
+    ) -> None:
         self._table = table
         self._index = index
+        self._on_kept = on_kept
         self._on_ready = on_ready
-        # (tier, namespace, shard, parent's key) -> rows with the generation they had
-        self._waiting: dict[tuple[int, int, int, bytes], list[tuple[int, int]]] = {}
+        self._waiting: Waiting = {}
         self._waiting_count = 0
 
     def join(self, row: int, parent_key: bytes) -> None:
@@ -58,6 +70,23 @@ class Links:
                 )
                 if is_same and not table.parent[child] and child not in before:
                     self._link(child, row)
+
+    def waiting(self) -> Waiting:
+        """The book of the waiting at this moment; rows that are gone may be in it.
+
+        Its lists can be read without the lock: none of them is ever made shorter, and what is added
+        has a generation of its own.
+        """
+        return self._waiting.copy()
+
+    def wait_for(self, rows: npt.NDArray[np.int64], parents: npt.NDArray[np.uint8]) -> None:
+        """Copies put back without their parents wait for these, keys of shape (n, 32); of more than
+        the book has room for, the last ones."""
+        table = self._table
+        first = max(0, len(rows) - (_WAITING_MAX - self._waiting_count))
+        for row, key in zip(rows[first:].tolist(), parents[first:], strict=True):
+            at = table.tier[row], table.namespace[row], table.shard[row], key.tobytes()
+            self._wait(row, at)
 
     def leave(self, row: int) -> None:
         """A copy is no longer findable: no parent, no children."""
@@ -107,6 +136,8 @@ class Links:
     def _link(self, row: int, parent: int) -> None:
         self._table.parent[row] = parent + 1
         self._table.children[parent] += 1
+        if self._table.children[parent] == 1:
+            self._on_kept(parent)
 
     def _lose_child(self, row: int) -> None:
         table = self._table
@@ -124,7 +155,7 @@ class Links:
     def _forget_the_gone(self) -> None:
         """Drops those that have left the tier while they waited; if few had, all of them."""
         table = self._table
-        kept: dict[tuple[int, int, int, bytes], list[tuple[int, int]]] = {}
+        kept: Waiting = {}
         count = 0
         for parent, rows in self._waiting.items():
             alive = [

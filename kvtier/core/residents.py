@@ -18,6 +18,7 @@ from kvtier.core.index import Index
 from kvtier.core.ledger import Ledger
 from kvtier.core.lifecycle import Event, State, fire, restore
 from kvtier.core.links import Links
+from kvtier.core.listing import Listed, ListedMany, Listing
 from kvtier.core.page import PageMeta, Tier
 from kvtier.core.policy.base import Policy
 from kvtier.core.quarantine import Quarantine
@@ -41,6 +42,7 @@ class Residents:
         make_policy: Mapping[Tier, Callable[[CopyTable], Policy]],
         shard_count: Callable[[int], int],
         quarantine_share: float,
+        listing: Listing | None = None,
     ) -> None:
         self.table = table
         self.index = index
@@ -50,10 +52,11 @@ class Residents:
         self._generations = generations
         self._make_policy = make_policy
         self._shard_count = shard_count
+        self._listing = listing
         #: Rises whenever something may have become evictable or free.
         self.changes = 0
         self._queues: dict[tuple[Tier, int], Policy] = {}
-        self.links = Links(table, index, self._ready)
+        self.links = Links(table, index, on_kept=self._kept, on_ready=self._ready)
         bytes_max = {
             tier: int(allocator.capacity_bytes * quarantine_share)
             for tier, allocator in allocators.items()
@@ -93,7 +96,7 @@ class Residents:
         self._fire(row, Event.RESERVE, generation=generation)
         return row
 
-    def seal(self, row: int, parent_key: bytes) -> None:
+    def seal(self, row: int, meta: PageMeta) -> None:
         """FILLING -> SEALED: findable from now on, in place of a worse copy in the same tier and of
         one that will go with its slab."""
         table = self.table
@@ -105,7 +108,13 @@ class Residents:
                 self.retire(copy)
         self._fire(row, Event.SEAL)
         self.index.insert(row)
-        self.links.join(row, parent_key)
+        if self._listing is not None and self._is_best(row):
+            self._listing.put(
+                self._listed(row)._replace(
+                    has_sums=True, payload_sum=meta.payload_sum, origin_sum=meta.origin_sum
+                )
+            )
+        self.links.join(row, meta.parent)
         self._queue_of(row).admit(row)
         self._record(EventKind.STORED, row)
 
@@ -116,6 +125,8 @@ class Residents:
         restore(self.table, rows, generations)
         self.ledger.restored(tier, len(rows), int(self.table.column("record")[rows].sum()))
         self.index.insert_many(rows)
+        if self._listing is not None:
+            self._listing.put_many(self._listed_many(tier, rows))
         for record_bytes in np.unique(self.table.column("record")[rows]).tolist():
             queue = self.queue(tier, record_bytes)
             queue.admit_many(rows[self.table.column("record")[rows] == record_bytes])
@@ -182,6 +193,10 @@ class Residents:
         """Its slab has not been taken away, so that it will not go with that."""
         allocator = self.allocators[Tier(self.table.tier[row])]
         return allocator.is_granted(allocator.slab_of(self.table.slot[row]))
+
+    def _kept(self, row: int) -> None:
+        """It has got a page after it."""
+        self._queue_of(row).keep(row)
 
     def _ready(self, row: int) -> None:
         """One of its reasons to stay has gone: it, and its sibling shards, may be candidates."""
@@ -257,12 +272,49 @@ class Residents:
 
     def _unfind(self, row: int) -> None:
         shards = self.siblings(row)[1:]
+        was_best = self._listing is not None and self._is_best(row)
         self.index.remove(row)
+        if was_best:
+            self._list_next(row)
         self._queue_of(row).forget(row)
         self.links.leave(row)
         if shards:
             self._ready(shards[0])
         self._record(EventKind.REMOVED, row)
+
+    def _is_best(self, row: int) -> bool:
+        table = self.table
+        return self.index.find(table.namespace[row], table.shard[row], table.key(row)) == row
+
+    def _list_next(self, row: int) -> None:
+        """The copy that was listed has gone: the next one is listed, if there is one."""
+        assert self._listing is not None, "asked for by those who have one"
+        table = self.table
+        namespace, shard, key = table.namespace[row], table.shard[row], table.key(row)
+        head = self.index.find(namespace, shard, key)
+        if head == NO_ROW:
+            self._listing.remove(namespace, shard, key)
+        else:
+            self._listing.put(self._listed(head))
+
+    def _listed(self, row: int) -> Listed:
+        table = self.table
+        return Listed(
+            table.namespace[row],
+            table.shard[row],
+            table.key(row),
+            table.tier[row],
+            table.codec[row],
+            bool(table.lossy[row]),
+            table.slot[row],
+            table.length[row],
+            table.generation[row],
+        )
+
+    def _listed_many(self, tier: Tier, rows: npt.NDArray[np.int64]) -> ListedMany:
+        names = ("namespace", "shard", "codec", "lossy", "slot", "length", "generation")
+        columns = {name: self.table.column(name)[rows] for name in names}
+        return ListedMany(tier=tier, key_words=self.table.key_words_np[rows], **columns)
 
     def _queue_of(self, row: int) -> Policy:
         return self.queue(Tier(self.table.tier[row]), self.table.record[row])

@@ -3,7 +3,7 @@ edits alone.
 
 Bytes are moved outside the lock by whoever holds a Filling or a Reading. No lock but this one is
 taken in core, and the only call out of it is the generation journal (once in 2**20 reservations).
-Every public method is safe from any thread; batches are atomic against each other. `pins`,
+Every public method is safe from any thread; batches are atomic against each other. `pins`, `usage`,
 `watching`, `room`, `survey` and `snapshots` are parts of the store under the same lock.
 
 Time is an argument (monotonic seconds); nothing here reads a clock.
@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.counters import Counters
 from kvtier.core.events import EventKind, EventLog
 from kvtier.core.generations import Generations
 from kvtier.core.handles import Filling, Reading
 from kvtier.core.index import Index
 from kvtier.core.ledger import TierCounts
 from kvtier.core.lifecycle import State
+from kvtier.core.listing import Listing
 from kvtier.core.moves import Moves
 from kvtier.core.page import Codec, DeleteCode, GetCode, PageMeta, PageRef, PutCode, Tier
 from kvtier.core.pins import Pins
@@ -36,6 +38,7 @@ from kvtier.core.slabs import SlabAllocator
 from kvtier.core.snapshots import Snapshots
 from kvtier.core.survey import Survey
 from kvtier.core.table import NO_ROW, CopyTable
+from kvtier.core.usage import Usage
 from kvtier.core.watching import Watching
 
 __all__ = ["Counters", "Store", "StoreConfig"]
@@ -63,23 +66,6 @@ def _with_clock(
     return lambda table: of_tier(table, clock)
 
 
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start. A key is counted once for each call that named it."""
-
-    lookup_hits: int = 0
-    lookup_misses: int = 0
-    stored: int = 0
-    exists: int = 0
-    busy: int = 0
-    stale_commits: int = 0
-    deleted: int = 0
-    evicted: int = 0
-    evicted_last: int = 0  # of the evicted copies, those that were their page's last one
-    condemned: int = 0
-    slabs_moved: int = 0
-
-
 class Store:
     def __init__(
         self,
@@ -88,8 +74,9 @@ class Store:
         tiers: dict[Tier, SlabAllocator],
         generations: Generations,
         make_policy: MakePolicy | Mapping[Tier, MakePolicy] = LruTailFirst,
+        listing: Listing | None = None,
     ) -> None:
-        """`make_policy`: for all tiers, or one for each."""
+        """`make_policy`: for all tiers, or one for each. `listing` hears of every findable page."""
         self.boot_id = config.boot_id
         self._lock = threading.Lock()
         self._table = CopyTable(config.pages_max)
@@ -105,7 +92,9 @@ class Store:
             make_policy={tier: _with_clock(make_policy, tier, clock) for tier in tiers},
             shard_count=lambda namespace: self._shard_counts.get(namespace, 1),
             quarantine_share=config.quarantine_share,
+            listing=listing,
         )
+        self._listing = listing
         self._placement = Placement(self._residents, config.tier_pages_max)
         self._shard_counts: dict[int, int] = {}  # of the namespace numbers that are open
         self._ended: set[int] = set()  # numbers whose pages `sweep` has to look for
@@ -120,20 +109,24 @@ class Store:
         )
         self.pins = Pins(self._lock, self._residents, self._shard_counts)
         self.watching = Watching(self._lock, self._residents, self._shard_counts)
+        self.usage = Usage(self._lock, self._residents, self._shard_counts, self._counters)
 
-    # -- namespaces
-    # ---------------------------------------------------------------------------------------
+    # -- namespaces --------------------------------------------------------------------------------
 
-    def open_namespace(self, namespace: int, shard_count: int) -> None:
-        """Must precede every other use of a namespace number."""
+    def open_namespace(self, namespace: int, shard_count: int, *, generation: int = 1) -> None:
+        """Must precede every other use of a namespace number. `generation` is for the listing."""
         with self._lock:
             self._shard_counts[namespace] = shard_count
+            if self._listing is not None:
+                self._listing.open_namespace(namespace, shard_count, generation)
 
     def end_namespace(self, namespace: int) -> None:
         """Every page of the namespace is a miss from now on; `sweep` frees their slots."""
         with self._lock:
             if self._shard_counts.pop(namespace, None) is not None:
                 self._ended.add(namespace)
+                if self._listing is not None:
+                    self._listing.end_namespace(namespace)
                 self._events.record(EventKind.BUMPED, None, namespace, 0, b"")
 
     def sweep(self, pages_max: int) -> int:
@@ -155,8 +148,7 @@ class Store:
                     self._residents.retire(row)
             return len(rows)
 
-    # -- finding and reading
-    # ------------------------------------------------------------------------------
+    # -- finding and reading -----------------------------------------------------------------------
 
     def lookup(
         self, namespace: int, shard: int, keys: Keys, *, is_counted: bool = True
@@ -193,8 +185,7 @@ class Store:
                 return [GetCode.STALE] * len(keys)
             rows = self._index.find_many(namespace, shard, keys)
             if is_use:
-                self._residents.touch(rows[rows != NO_ROW])
-                self._touch_twins(rows[rows != NO_ROW])
+                self.usage.touch(rows[rows != NO_ROW])
             return [GetCode.MISS if row == NO_ROW else self._read(row) for row in rows.tolist()]
 
     def acquire_next(
@@ -207,8 +198,7 @@ class Store:
                     return self._read(row)
             return GetCode.MISS
 
-    # -- writing
-    # ------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def reserve(
         self,
@@ -288,8 +278,7 @@ class Store:
                     self._counters.deleted += 1
             return codes
 
-    # -- tiers and counts
-    # ---------------------------------------------------------------------------------
+    # -- tiers and counts --------------------------------------------------------------------------
 
     def status(self) -> dict[Tier, TierCounts]:
         """Counts of every tier, taken together."""
@@ -304,8 +293,7 @@ class Store:
             self._counters.slabs_moved = self._placement.slabs_moved
             return Counters(**{name: getattr(self._counters, name) for name in Counters.__slots__})
 
-    # -- for handles
-    # --------------------------------------------------------------------------------------
+    # -- for handles -------------------------------------------------------------------------------
 
     def _seal(self, filling: Filling) -> PutCode:
         with self._lock:
@@ -325,7 +313,7 @@ class Store:
                 self._residents.abandon(row)
                 self._counters.exists += 1
                 return PutCode.EXISTS
-            self._residents.seal(row, meta.parent)
+            self._residents.seal(row, meta)
             self._counters.stored += 1
             return PutCode.STORED
 
@@ -349,8 +337,7 @@ class Store:
         with self._lock:
             self._residents.release(row)
 
-    # -- inside the lock
-    # ----------------------------------------------------------------------------------
+    # -- inside the lock ---------------------------------------------------------------------------
 
     def _is_there(self, namespace: int, shard: int, meta: PageMeta, only_in: Tier | None) -> bool:
         """A copy that is as good as the new one, and stays, in any tier or in that one."""
@@ -361,13 +348,6 @@ class Store:
             and self._residents.is_lasting(row)
             for row in self._index.copies(self._index.find(namespace, shard, meta.key))
         )
-
-    def _touch_twins(self, rows: npt.NDArray[np.int64]) -> None:
-        """The copies in lower tiers were used too: they are what stays when the better one goes."""
-        while len(rows):
-            twins = self._table.column("twin")[rows].astype(np.int64) - 1
-            rows = twins[twins != NO_ROW]
-            self._residents.touch(rows)
 
     def _use_parent(self, namespace: int, shard: int, parent: bytes) -> None:
         """A page that goes on is in use: it must not be what gives way for the page after it."""

@@ -37,7 +37,7 @@ _COLUMNS: dict[str, tuple[type[np.generic], str]] = {
     "length": (np.uint64, "payload bytes"),
     "record": (np.uint64, "bytes of the slot: header and padded payload"),
     "stamp": (np.uint64, "logical time of the last use"),
-    "queued": (np.uint64, "stamp of the row's entry in its policy's queue, 0: none"),
+    "queued": (np.uint64, "its policy's mark of a row that waits to be named, 0: none"),
     "parent": (np.int32, "row of the page before it in this tier + 1, 0: none"),
     "children": (np.int32, "rows whose parent this is"),
     "twin": (np.int32, "row of the same page's copy in the next lower tier + 1, 0: none"),

@@ -176,11 +176,15 @@ class Durability:
 
     async def mark(self, slab: int, record_bytes: int) -> None:
         """Returns when a restart would look into the slab. Raises DirectoryError."""
-        while self._marks.get(slab) != record_bytes:
+        while True:
             under_way = self._marking.get(slab)
             # One that has ended may not have been taken out yet: to wait for it takes no time, and
             # so nobody else would ever have a turn.
             if under_way is None or under_way.done():
+                # Not before: the last mark counts, and one of another size, whose callers have all
+                # gone and let the segment be bound anew, would come after what is known here.
+                if self._marks.get(slab) == record_bytes:
+                    return
                 under_way = asyncio.create_task(self._mark(slab, record_bytes))
                 self._marking[slab] = under_way
                 under_way.add_done_callback(lambda task: self._mark_ended(slab, task))
@@ -277,7 +281,11 @@ class Durability:
 
     async def _mark(self, slab: int, record_bytes: int) -> None:
         number = self._number
-        await self._append([Mark(slab, record_bytes)])
+        try:
+            await self._append([Mark(slab, record_bytes)])
+        except DirectoryError:
+            self._marks.pop(slab, None)  # it may have been written, or not
+            raise
         if number == self._number:  # else it is in a journal that a restart need not read
             self._marks[slab] = record_bytes
 

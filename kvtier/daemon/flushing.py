@@ -1,7 +1,7 @@
 """Which pages each session has put since its last Flush.
 
 Keys alone, 32 bytes a page; those that are durable by themselves meanwhile are dropped when they
-become many. Event loop's thread.
+become many. A page that was put more than once is one page. Event loop's thread.
 """
 
 from __future__ import annotations
@@ -62,4 +62,6 @@ class Unflushed:
 
 
 def _array(keys: bytearray) -> Keys:
-    return np.frombuffer(bytes(keys), np.uint8).reshape(-1, KEY_BYTES)
+    """Each of them once."""
+    every = np.frombuffer(keys, f"V{KEY_BYTES}").tolist()
+    return np.frombuffer(b"".join(dict.fromkeys(every)), np.uint8).reshape(-1, KEY_BYTES)

@@ -33,6 +33,7 @@ from kvtier.core.page import (
     Tier,
 )
 from kvtier.core.store import Store
+from kvtier.testing.listing_book import ListingBook
 
 __all__ = ["StoreMachine"]
 
@@ -309,6 +310,8 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         self.store.survey.check()
+        if isinstance(self.store._listing, ListingBook):
+            self.store._listing.check(self.store)
         counts = self.store.status()[Tier.HOST]
         assert counts.sealed >= len(self.there)
         assert counts.free_bytes + counts.used_bytes == counts.capacity_bytes

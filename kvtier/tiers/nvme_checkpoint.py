@@ -2,7 +2,7 @@
 
     head, 128 bytes (all numbers little-endian; see nvme_state for the rule of heads)
          0    8 magic 89 4b 56 54 43 4b 50 0a ("\\x89KVTCKP\\n")
-         8    4 version         u32, 1
+         8    4 version         u32, 2
         12    4 head bytes      u32, 128
         16   16 directory id
         32    8 number          u64, also of the journal that goes on from here
@@ -11,11 +11,16 @@
         56    8 table bytes     u64
         64    8 file bytes      u64
         72   16 body sum        xxh3-128 of everything after the head, canonical
-        88   32 zero
+        88    8 absent pages    u64, k
+        96   24 zero
        120    8 head sum
     table: msgpack of {"families": [[fingerprint, generation], ...], "classes": [[slab, record
     bytes], ...], "in_flight": [generation, ...]}
-    n of each column of PAGE_COLUMNS in its order. Table and columns each begin at a multiple of 64.
+    n of each column of PAGE_COLUMNS in its order, of the keys n + k: those of the pages, then those
+    of pages that are not there and that some of these come after. `parent` is a place in the keys,
+    or -1. Table and columns each begin at a multiple of 64.
+
+Version 1 had no absent pages: there k is 0.
 
 Promise: `checkpoint` is replaced only by a whole and synced file, and a whole one is kept beside it
 as `checkpoint.old`; at every moment of a write at least one of them is whole. Order for the writer:
@@ -33,7 +38,7 @@ import contextlib
 import os
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Final
@@ -86,12 +91,16 @@ CHECKPOINT: Final = "checkpoint"
 CHECKPOINT_OLD: Final = "checkpoint.old"
 CHECKPOINT_TEMPORARY: Final = "checkpoint.tmp"
 CHECKPOINT_MAGIC: Final = b"\x89KVTCKP\n"
-CHECKPOINT_VERSION: Final = 1
+CHECKPOINT_VERSION: Final = 2
 
-_FIELDS: Final = struct.Struct("<16s5Q16s32x")
+_FIELDS: Final = struct.Struct("<16s5Q16sQ24x")
 _FIELDS_OFFSET: Final = 16
 _ALIGN: Final = 64
 _READ_BYTES: Final = 1 << 20
+#: Keys of absent pages that are written: so many, and one more for so many pages. So the file stays
+#: within CHECKPOINT_BYTES_PER_PAGE and what the plan of the tier leaves for small files.
+_ABSENT_MIN: Final = 1024
+_PAGES_PER_ABSENT: Final = 16
 
 
 class CheckpointState(Enum):
@@ -204,11 +213,13 @@ def read_checkpoint(path: Path, directory_id: bytes | None = None) -> Checkpoint
 
 
 def encode_checkpoint(snapshot: Snapshot, *, number: int, directory_id: bytes) -> list[memoryview]:
-    """The file, in pieces; columns are not copied."""
+    """The file, in pieces; columns are not copied. Of many absent pages only those are in it that
+    the hottest pages come after."""
     assert len(directory_id) == DIRECTORY_ID_BYTES, directory_id
     table = _table(snapshot)
+    pages = snapshot.pages.with_absent_max(_ABSENT_MIN + len(snapshot.pages) // _PAGES_PER_ABSENT)
     body = [memoryview(table)]
-    for (name, kind, _), (_, column) in zip(PAGE_COLUMNS, snapshot.pages.columns(), strict=True):
+    for (name, kind, _), (_, column) in zip(PAGE_COLUMNS, pages.columns(), strict=True):
         plain = np.ascontiguousarray(column, np.dtype(kind))
         assert np.array_equal(plain, column), f"{name} does not fit {kind}"
         body.append(plain.reshape(-1).view(np.uint8).data)
@@ -221,10 +232,11 @@ def encode_checkpoint(snapshot: Snapshot, *, number: int, directory_id: bytes) -
         directory_id,
         number,
         snapshot.last_generation,
-        len(snapshot.pages),
+        len(pages),
         len(table),
         _HEAD_BYTES + body_bytes,
         total.digest(),
+        pages.absent,
     )
     return [memoryview(sealed_head(CHECKPOINT_MAGIC, CHECKPOINT_VERSION, fields)), *pieces]
 
@@ -247,7 +259,7 @@ def _padding(length: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The head of version 1."""
+    """The head, from version 1 on; what a version does not know is zero there."""
 
     directory_id: bytes
     number: int
@@ -256,6 +268,7 @@ class _Fields:
     table_bytes: int
     file_bytes: int
     body_sum: bytes
+    absent: int
 
     @classmethod
     def of(cls, head: Head) -> _Fields:
@@ -266,6 +279,10 @@ _HEAD_BYTES: Final = len(sealed_head(CHECKPOINT_MAGIC, CHECKPOINT_VERSION, bytes
 
 
 def _read_version_1(blob: bytes, start: int, fields: _Fields) -> Snapshot | str:
+    return _read(blob, start, replace(fields, absent=0))
+
+
+def _read(blob: bytes, start: int, fields: _Fields) -> Snapshot | str:
     """The snapshot, or what is wrong."""
     if len(blob) != fields.file_bytes:
         return f"{len(blob)} bytes where {fields.file_bytes} belong"
@@ -278,22 +295,24 @@ def _read_version_1(blob: bytes, start: int, fields: _Fields) -> Snapshot | str:
             last_generation=fields.last_generation,
             classes={int(slab): int(size) for slab, size in table["classes"]},
             families=tuple((bytes(name), int(number)) for name, number in table["families"]),
-            pages=_pages(blob, start + padded(fields.table_bytes, _ALIGN), fields.pages),
+            pages=_pages(blob, start + padded(fields.table_bytes, _ALIGN), fields),
             in_flight=tuple(int(generation) for generation in table["in_flight"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         return f"its content makes no sense: {error}"
     return snapshot if _is_consistent(snapshot) else "its content contradicts itself"
 
 
 _READERS: Final[dict[int, Callable[[bytes, int, _Fields], Snapshot | str]]] = {
     1: _read_version_1,
+    2: _read,
 }
 
 
-def _pages(blob: bytes, start: int, count: int) -> Pages:
+def _pages(blob: bytes, start: int, fields: _Fields) -> Pages:
     columns: dict[str, NDArray[Any]] = {}
     for name, kind, width in PAGE_COLUMNS:
+        count = fields.pages + (fields.absent if name == "key" else 0)
         column = np.frombuffer(blob, kind, count * width, start)
         columns[name] = column.reshape(count, width) if width > 1 else column
         start += padded(column.nbytes, _ALIGN)
@@ -305,7 +324,7 @@ def _is_consistent(snapshot: Snapshot) -> bool:
     return (
         all(len(fingerprint) == FINGERPRINT_BYTES for fingerprint, _ in snapshot.families)
         and bool((pages.family < len(snapshot.families)).all())
-        and bool(((pages.parent >= NO_PAGE) & (pages.parent < len(pages))).all())
+        and bool(((pages.parent >= NO_PAGE) & (pages.parent < len(pages.key))).all())
         and bool((pages.generation <= snapshot.last_generation).all())
         and all(0 <= generation < 1 << 64 for generation in snapshot.in_flight)
     )

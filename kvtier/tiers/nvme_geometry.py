@@ -23,6 +23,7 @@ import msgpack
 from kvtier.errors import DirectoryError, InvalidConfigValue
 from kvtier.tiers.base import SLOT_BYTES
 from kvtier.tiers.nvme_segment import SEGMENT_HEADER_BYTES
+from kvtier.tiers.nvme_state import DIRECTORY_ID_BYTES
 from kvtier.tiers.sealed_file import read_sealed, write_sealed
 
 __all__ = [
@@ -45,7 +46,6 @@ __all__ = [
 ]
 
 GEOMETRY_VERSION = 1
-DIRECTORY_ID_BYTES = 16
 DEVICES_MAX = 16
 _DEVICE_SHIFT = 20
 #: Local numbers of a device's segments are below this.

@@ -9,10 +9,13 @@ A record with sequence s is a page if, and only if,
     (c) its namespace generation is the present one of its family;
     (d) its header passes its sum, names this slot and this tier, and its length fits the record
         size of the slab;
-    (e) no other record of its page that passes (a) to (d) has a higher sequence.
+    (e) of the records of its page that pass (a) to (d) it is the one with the highest sequence, or
+        those above it are not whole: a process or a machine that ends in the middle of a copy must
+        not take the copy away that is there already.
 
 Segments with a MARK are read: there the checkpoint counts only as the list for (a). What it lists
 in other segments is taken as it is; a reader of such a page checks the header as of every page.
+Payloads are read only where (e) has to decide between two records.
 
 Nothing is written or removed. What cannot be trusted not to bring back deleted pages (no whole
 checkpoint, a journal missing) gives no page at all and says so; a file that cannot be read is an
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
 from itertools import pairwise
 from pathlib import Path
@@ -48,7 +51,7 @@ from kvtier.tiers.nvme_journal import (
     read_journal,
     remove_old,
 )
-from kvtier.tiers.nvme_scan import SlabScan, scan_slab
+from kvtier.tiers.nvme_scan import SlabScan, is_whole, scan_slab
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
 from kvtier.tiers.nvme_survivors import Happenings, Place, Survivors, survivors
 
@@ -94,6 +97,7 @@ class RecoveryReport:
     deleted: int = 0
     ended: int = 0
     superseded: int = 0
+    torn: int = 0
 
     def counts(self) -> dict[str, int]:
         """Every number of it by name."""
@@ -166,7 +170,12 @@ def recover(
     happenings = _happenings(journals)
     place = Place(slabs=frozenset(slabs), segment_bytes=segment_bytes)
     scans, skipped = _scan(tier, happenings.marks, place, threads)
-    found = survivors(chosen.snapshot, scans, happenings, place=place, generations=generations)
+    while True:
+        found = survivors(chosen.snapshot, scans, happenings, place=place, generations=generations)
+        torn = _torn(tier, found, threads)
+        if not torn:
+            break
+        happenings = replace(happenings, torn=happenings.torn | torn)
     return Recovered(
         classes=_classes(chosen.snapshot, happenings.marks, place),
         families=found.families,
@@ -261,6 +270,25 @@ def _scan(
     return scans, tuple(result for result in results if isinstance(result, str))
 
 
+def _torn(tier: TierDevice, found: Survivors, threads: int) -> frozenset[int]:
+    """The generations of pages that have to make way for an older copy: they are not whole."""
+
+    def look(row: int) -> bool:
+        slot, length = int(found.pages.slot[row]), int(found.pages.length[row])
+        try:
+            return is_whole(tier, slot, length=length, generation=generations[row])
+        except TierIOError:
+            return False  # there is another that may be read
+
+    generations = found.pages.generation.tolist()
+    rows = found.contested.tolist()
+    with ThreadPoolExecutor(max(1, threads), "kvtier-recovery") as pool:
+        results = list(pool.map(look, rows))
+    return frozenset(
+        generations[row] for row, whole in zip(rows, results, strict=True) if not whole
+    )
+
+
 def _classes(base: Snapshot, marks: Mapping[int, int], place: Place) -> dict[int, int]:
     return {
         slab: size
@@ -307,4 +335,5 @@ def _page_counts(found: Survivors) -> dict[str, int]:
         "deleted": found.deleted,
         "ended": found.ended,
         "superseded": found.superseded,
+        "torn": found.torn,
     }

@@ -1,4 +1,5 @@
-"""The records that lie in one slab, by their headers: what a start looks at where it has to look.
+"""The records that lie in one slab, by their headers: what a start looks at where it has to look;
+and one record with its payload.
 
 A slot of a slab begins at a multiple of its record size. What is found there is a sound header, a
 damaged one, or nothing: zeros, or a piece of a payload from when the slab had records of another
@@ -15,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.core.page import Tier
+from kvtier.errors import CorruptRecord
+from kvtier.packing.checksum import verify_payload
 from kvtier.packing.header_columns import HEADER_DTYPE, HeaderVerdict, read_headers
-from kvtier.packing.record import HEADER_BYTES, RECORD_ALIGN
+from kvtier.packing.record import HEADER_BYTES, RECORD_ALIGN, decode_header, record_bytes
 from kvtier.tiers.base import SLOT_BYTES, TierDevice
 from kvtier.tiers.direct_file import aligned_buffer
 
-__all__ = ["RECORD_DTYPE", "SlabScan", "fits", "scan_slab"]
+__all__ = ["RECORD_DTYPE", "SlabScan", "fits", "is_whole", "scan_slab"]
 
 #: Records up to this size are read with everything between their headers, in long reads.
 _DENSE_BYTES: Final = 128 << 10
@@ -85,6 +88,28 @@ def scan_slab(tier: TierDevice, slab: int, *, record_bytes: int, segment_bytes: 
         misplaced=np.concatenate(misplaced),
         too_long=too_long,
         slots=slots,
+    )
+
+
+def is_whole(tier: TierDevice, slot: int, *, length: int, generation: int) -> bool:
+    """The record at `slot` is that of this generation, with a payload of `length` bytes that is
+    what its maker summed up. Raises TierIOError.
+    """
+    record = memoryview(aligned_buffer(record_bytes(length)))
+    tier.read(slot, 0, record)
+    try:
+        header = decode_header(record)
+    except CorruptRecord:
+        return False
+    return header.sequence == generation and verify_payload(
+        record[HEADER_BYTES : HEADER_BYTES + length],
+        header.payload_sum,
+        key=header.key,
+        fingerprint=header.fingerprint,
+        namespace_generation=header.namespace_generation,
+        shard=header.shard,
+        codec=header.codec,
+        length=header.length,
     )
 
 

@@ -25,10 +25,10 @@ __all__ = [
 ]
 
 FINGERPRINT_BYTES: Final = 32
-#: In the column `parent`: the page before is not among these pages.
+#: In the column `parent`: no page before is known.
 NO_PAGE: Final = -1
 
-#: (name, numpy type of an element, elements a page), in the order of the file.
+#: (name, numpy type of an element, elements of one), in the order of the file.
 PAGE_COLUMNS: Final[tuple[tuple[str, str, int], ...]] = (
     ("family", "<u4", 1),
     ("shard", "<u2", 1),
@@ -46,13 +46,14 @@ PAGE_COLUMNS: Final[tuple[tuple[str, str, int], ...]] = (
 class Pages:
     """Columns of one length n, the coldest page first.
 
-    `family` and `parent` are places: in the families beside it, and in these columns (or NO_PAGE).
-    `length` is payload bytes, `slot` in units of 4096 bytes.
+    `key` is longer: after the keys of the pages come those of pages that are not there, and that
+    some of these come after. `family` and `parent` are places: in the families beside it, and in
+    `key` (or NO_PAGE). `length` is payload bytes, `slot` in units of 4096 bytes.
     """
 
     family: NDArray[np.uint32]
     shard: NDArray[np.uint16]
-    key: NDArray[np.uint8]  # (n, 32)
+    key: NDArray[np.uint8]  # (n or more, 32)
     generation: NDArray[np.uint64]
     slot: NDArray[np.uint64]
     length: NDArray[np.uint64]
@@ -61,12 +62,17 @@ class Pages:
     parent: NDArray[np.int32]
 
     def __post_init__(self) -> None:
-        assert self.key.shape == (len(self), KEY_BYTES), self.key.shape
+        assert self.key.shape[1:] == (KEY_BYTES,), self.key.shape
         for name, column in self.columns():
-            assert len(column) == len(self), name
+            assert len(column) == len(self) or (name == "key" and self.absent > 0), name
 
     def __len__(self) -> int:
         return len(self.slot)
+
+    @property
+    def absent(self) -> int:
+        """How many keys are of pages that are not there."""
+        return len(self.key) - len(self)
 
     def columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """(name, column), in the order of PAGE_COLUMNS."""
@@ -74,12 +80,28 @@ class Pages:
             yield name, getattr(self, name)
 
     def take(self, rows: NDArray[np.int64]) -> Pages:
-        """The pages at `rows`, in that order; a link to a page that is not taken is cut."""
-        # One place more than pages: the last is where NO_PAGE points.
-        place = np.full(len(self) + 1, NO_PAGE, np.int32)
-        place[rows] = np.arange(len(rows), dtype=np.int32)
+        """The pages at `rows`, in that order; what they come after and is not taken is absent."""
+        before = np.unique(self.parent[rows])
+        absent = np.setdiff1d(before[before != NO_PAGE], rows)
+        return self._with(rows, absent)
+
+    def with_absent_max(self, keys: int) -> Pages:
+        """Without the keys of absent pages but those that the hottest pages come after, of which so
+        many; without the links to the others."""
+        if self.absent <= keys:
+            return self
+        wanted = self.parent[self.parent >= len(self)][::-1]
+        _, at = np.unique(wanted, return_index=True)
+        return self._with(np.arange(len(self)), wanted[np.sort(at)[:keys]])
+
+    def _with(self, rows: NDArray[np.int64], absent: NDArray[np.signedinteger[Any]]) -> Pages:
+        # One place more than keys: the last is where NO_PAGE points.
+        place = np.full(len(self.key) + 1, NO_PAGE, np.int32)
+        kept = np.concatenate([rows, absent.astype(np.int64)])
+        place[kept] = np.arange(len(kept), dtype=np.int32)
         taken = {name: column[rows] for name, column in self.columns()}
         taken["parent"] = place[taken["parent"]]
+        taken["key"] = self.key[kept]
         return Pages(**taken)
 
     @classmethod

@@ -29,12 +29,14 @@ _SHARD_MAX: Final = 0xFFFF
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Happenings:
     """What the journals say, all together: the last record size of each marked slab, the
-    generations of all DROPs, the DELETEs.
+    generations of all DROPs, the DELETEs. And what a look at whole records has shown: the
+    generations of those that are `torn`.
     """
 
     marks: dict[int, int]
     drops: NDArray[np.uint64]
     deletes: Sequence[Delete]
+    torn: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,9 @@ class Survivors:
 
     The counts are records that are none: `unplaced` entries of the checkpoint whose segment is not
     there, and found ones that are `stale` (a), `dropped` or `deleted` (b), `ended` (c),
-    `superseded` (e). `listed` and `found` are pages, by where they come from.
+    `superseded` or `torn` (e). `listed` and `found` are pages, by where they come from.
+
+    `contested` are places in `pages`: of those there are older copies too, which (e) has left out.
     """
 
     families: tuple[tuple[bytes, int], ...]
@@ -73,6 +77,8 @@ class Survivors:
     deleted: int
     ended: int
     superseded: int
+    torn: int
+    contested: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,22 +150,25 @@ def survivors(
     names = families.names()
     is_present = np.array([generations.get(name) == number for name, number in names], bool)
     is_ended = ~is_present[candidates.family]
-    alive = candidates.take(~(is_dropped | is_deleted | is_ended))
-    newest = alive.take(_is_newest(alive))
+    passed = candidates.take(~(is_dropped | is_deleted | is_ended))
+    alive = passed.take(~np.isin(passed.generation, np.array(sorted(happenings.torn), np.uint64)))
+    is_newest = _is_newest(alive)
+    newest = alive.take(is_newest)
     ordered = newest.take(np.argsort(newest.rank, kind="stable"))
     used, family = np.unique(ordered.family, return_inverse=True)
+    parent, absent = _parents(ordered, base.pages, records["parent"])
     return Survivors(
         families=tuple(names[number] for number in used.tolist()),
         pages=Pages(
             family=family.astype(np.uint32),
             shard=ordered.shard,
-            key=ordered.key,
+            key=np.concatenate([ordered.key, absent]),
             generation=ordered.generation,
             slot=ordered.slot,
             length=ordered.length,
             codec=ordered.codec,
             lossy=ordered.lossy,
-            parent=_parents(ordered, base.pages, records["parent"]),
+            parent=parent,
         ),
         listed=int(ordered.is_listed.sum()),
         found=int((~ordered.is_listed).sum()),
@@ -169,6 +178,8 @@ def survivors(
         deleted=int((is_deleted & ~is_dropped).sum()),
         ended=int((is_ended & ~is_deleted & ~is_dropped).sum()),
         superseded=len(alive.slot) - len(newest.slot),
+        torn=len(passed.slot) - len(alive.slot),
+        contested=_places(ordered.ids, alive.take(~is_newest).ids),
     )
 
 
@@ -230,7 +241,7 @@ def _found(base: Snapshot, records: NDArray[Any], families: _Families) -> tuple[
         is_listed=np.zeros(len(records), bool),
         before=np.where(
             records["flags"] & FLAG_PARENT != 0,
-            len(base.pages) + np.arange(len(records)),
+            len(base.pages.key) + np.arange(len(records)),
             NO_PAGE,
         ),
     )
@@ -290,21 +301,33 @@ def _is_newest(candidates: _Candidates) -> NDArray[np.bool_]:
     return is_newest
 
 
-def _parents(pages: _Candidates, listed: Pages, keys_found: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """For each page the place of the one before it. A chain that bites its tail is no chain.
+def _places(ids: PageIds, others: PageIds) -> NDArray[np.int64]:
+    """Where those of `ids` are that are among `others` too."""
+    found = find(ids, others)
+    return np.unique(found[found != NOWHERE])
 
-    `before` counts the checkpoint's pages, whose key it is, then the parents' keys that were found.
+
+def _parents(
+    pages: _Candidates, listed: Pages, keys_found: NDArray[np.uint8]
+) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    """For each page the place of the one before it, and the keys of those that are no pages: their
+    places are after those of the pages. A chain that bites its tail is no chain.
+
+    `before` counts the checkpoint's keys, then the parents' keys that were found.
     """
     # Most pages are where the checkpoint has them: their links need no search.
-    place = np.full(len(listed) + len(keys_found) + 1, NO_PAGE, np.int32)
+    place = np.full(len(listed.key) + len(keys_found) + 1, NO_PAGE, np.int32)
     rows = np.flatnonzero(pages.rank < len(listed))
     place[pages.rank[rows]] = rows
     parent = place[pages.before]
     rows = np.flatnonzero((parent == NO_PAGE) & (pages.before != NO_PAGE))
-    is_found = pages.before[rows] >= len(listed)
+    is_found = pages.before[rows] >= len(listed.key)
     key = np.empty((len(rows), KEY_BYTES), np.uint8)
-    key[is_found] = keys_found[pages.before[rows[is_found]] - len(listed)]
+    key[is_found] = keys_found[pages.before[rows[is_found]] - len(listed.key)]
     key[~is_found] = listed.key[pages.before[rows[~is_found]]]
     parent[rows] = find(pages.ids, PageIds(pages.family[rows], pages.shard[rows], key))
+    is_absent = parent[rows] == NO_PAGE
     cut_loops(parent)
-    return parent
+    absent = key[is_absent]
+    parent[rows[is_absent]] = len(parent) + np.arange(len(absent))
+    return parent, absent

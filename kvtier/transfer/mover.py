@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 from kvtier.core.handles import Filling, Reading
 from kvtier.core.movement import Movement
@@ -31,10 +31,9 @@ from kvtier.tiers.io_pool import IoClass, IoJob
 from kvtier.transfer.bounced import Bounced
 from kvtier.transfer.lower import Lower, MoveCode, Subject
 from kvtier.transfer.place import Copy, Identity, check, load
+from kvtier.transfer.turns import Turns
 
 __all__ = ["Lower", "MoveCode", "Mover", "Subject"]
-
-T = TypeVar("T")
 
 #: Memory for pages that are served from NVMe while the arena has no room for them.
 _BOUNCE_BYTES_MAX = 64 << 20
@@ -47,6 +46,7 @@ class Mover:
         self._lower = lower
         self._codec = codec
         self._promotions: dict[tuple[int, int, bytes], asyncio.Task[MoveCode]] = {}
+        self._going_down = Turns()
         self.bounced_bytes = 0
         self.demotions: Counter[MoveCode] = Counter()
         self.promotions: Counter[MoveCode] = Counter()
@@ -56,10 +56,15 @@ class Mover:
     # -- down ------------------------------------------------------------------------------------
 
     async def demote(self, source: Reading, page: Subject, io_class: IoClass) -> MoveCode:
-        """Copies a page of host memory to NVMe. Takes over `source` and releases it."""
+        """Copies a page of host memory to NVMe. Takes over `source` and releases it.
+
+        One copy of a page at a time: of two begun at once one is written for nothing, and is in the
+        way of the other when the process ends before it is whole.
+        """
         code = MoveCode.IO_ERROR
         try:
-            code = await self._demote(source, page, io_class)
+            async with self._going_down.of(page.name):
+                code = await self._demote(source, page, io_class)
         except Busy:
             code = MoveCode.BUSY
         except DirectoryError:
@@ -91,7 +96,7 @@ class Mover:
         try:
             return await self._write_down(movement, page, copy, packed, io_class)
         finally:
-            if not movement.is_over:  # something that nobody expected was raised
+            if not movement.is_over:  # it has not begun, or what was raised was not expected
                 movement.fail()
 
     async def _write_down(
@@ -132,16 +137,12 @@ class Mover:
     async def _carry_out(
         self, movement: Movement, size: int, write: Callable[[], bool], io_class: IoClass
     ) -> MoveCode:
-        """Writes and publishes; the movement has ended when this returns."""
+        """Writes and publishes; the movement has ended when this returns, or has not begun."""
         slot, generation = movement.target.ref.slot, movement.target.ref.generation
+        await self._lower.prepare(slot, size)
+        job = self._lower.submit(io_class, slot, write)
         try:
-            await self._lower.prepare(slot, size)
-            job = self._lower.submit(io_class, slot, write)
-        except (Busy, DirectoryError, asyncio.CancelledError):
-            movement.fail()
-            raise
-        try:
-            is_whole = await self._wait(job)
+            is_whole = await job.wait(self._lower.timeout_s)
         except TimeoutError as error:
             self._strand(movement, job)
             self._lower.report(slot, error)
@@ -281,7 +282,7 @@ class Mover:
             movement.fail()
             raise
         try:
-            copy = await self._wait(job)
+            copy = await job.wait(self._lower.timeout_s)
         except TimeoutError as error:
             self._strand(movement, job)
             self._lower.report(slot, error)
@@ -322,7 +323,7 @@ class Mover:
             held.release()
             raise
         job.add_done(held.release)
-        return await self._wait(job)
+        return await job.wait(self._lower.timeout_s)
 
     async def read_through(self, source: Reading, page: Subject) -> Bounced | MoveCode:
         """The record in memory of its own, for a page that the arena has no room for.
@@ -352,7 +353,7 @@ class Mover:
         bounced = Bounced(self._count_bounced, size)
         job.add_done(held.release)
         try:
-            copy = await self._wait(job)
+            copy = await job.wait(self._lower.timeout_s)
         except TimeoutError as error:
             job.add_done(bounced.release)
             self._lower.report(slot, error)
@@ -382,10 +383,7 @@ class Mover:
         if self._promotions:
             await asyncio.wait(list(self._promotions.values()))
 
-    async def _wait(self, job: IoJob[T]) -> T:
-        return await job.wait(self._lower.timeout_s)
-
-    def _strand(self, movement: Movement, job: IoJob[T]) -> None:
+    def _strand(self, movement: Movement, job: IoJob[Any]) -> None:
         """Gives up a movement whose bytes may still be moving."""
         if job.cancel():
             movement.fail()

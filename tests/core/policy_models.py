@@ -274,6 +274,8 @@ class Chains(Pages):
         if parent in self.rows:
             self.parents[x] = parent
             self.table.children[self.rows[parent]] += 1
+            if self.table.children[self.rows[parent]] == 1:
+                self.policy.keep(self.rows[parent])
         return True
 
     def give_way(self) -> bool:

@@ -13,6 +13,7 @@ from kvtier.core.handles import Filling, Reading
 from kvtier.core.page import NO_SUM, Codec, PageMeta, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.store import Store, StoreConfig
+from kvtier.testing.listing_book import ListingBook
 
 RECORD = 8192
 NS = 1
@@ -44,6 +45,7 @@ def make_store(
         StoreConfig(boot_id=99, pages_max=4 * (slots + nvme_slots), seed=1234),
         tiers=tiers,
         generations=Generations(0, lambda bound: None),
+        listing=ListingBook(),
     )
     if granted:
         for tier, allocator in tiers.items():

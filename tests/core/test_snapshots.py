@@ -76,6 +76,75 @@ def test_a_table_with_less_room_keeps_the_hottest() -> None:
     assert present(fresh, range(1, 7)) == [3, 4, 5, 6]
 
 
+def linked(store: Store, n: int) -> bool:
+    """Whether the copy on NVMe has its parent's before it."""
+    table = store._residents.table
+    rows = [row for row in store.survey.sealed_rows(Tier.NVME).tolist() if table.key(row) == key(n)]
+    return table.parent[rows[0]] != 0
+
+
+def test_what_waits_for_a_page_waits_for_it_after_a_restart() -> None:
+    store = make_store(slots=8, nvme_slots=8)
+    for n in range(1, 7):
+        put(store, n)
+    for n, parent in ((2, 1), (3, 2), (4, 1), (5, 20), (6, 21)):
+        demote(store, n, parent=parent)
+    store.delete(NS, 0, keys([6]))  # it has waited
+    image = store.snapshots.take(Tier.NVME)
+    demote(store, 1)  # what comes after the moment is not in it
+    store.delete(NS, 0, keys([5]))
+    copies = image.copies()
+    assert [row.tobytes() for row in copies.key[:4]] == [key(n) for n in (2, 3, 4, 5)]
+    assert {row.tobytes() for row in copies.key[4:]} == {key(1), key(20)}
+    before = [copies.key[at].tobytes() for at in copies.parent.tolist()]
+    assert before == [key(1), key(2), key(1), key(20)]
+
+
+def test_what_waited_at_a_restart_is_linked_when_the_page_comes() -> None:
+    store = make_store(slots=8, nvme_slots=8)
+    for n, parent in ((2, 1), (3, 2), (4, 1)):
+        put(store, n)
+        demote(store, n, parent=parent)
+    fresh = reload(reload(store))
+    assert [linked(fresh, n) for n in (2, 3, 4)] == [False, True, False]
+    put(fresh, 1)
+    demote(fresh, 1)
+    assert [linked(fresh, n) for n in (2, 3, 4)] == [True, True, True]
+    fresh.survey.check()
+    # So the head goes last.
+    left = [1, 2, 3, 4]
+    for n in range(10, 20):
+        put(fresh, n)
+        demote(fresh, n)
+        left = [n for n in left if present(fresh, [n])]
+        assert 1 in left or not left
+    assert left == []
+
+
+def test_a_page_whose_parent_found_no_room_waits_for_it() -> None:
+    store = make_store(slots=8, nvme_slots=6)
+    for n in range(1, 4):
+        put(store, n)
+        demote(store, n, parent=n - 1 if n > 1 else None)
+    fresh = reload(store, pages_max=2)
+    assert present(fresh, range(1, 4)) == [2, 3]
+    fresh.delete(NS, 0, keys([3]))
+    put(fresh, 1, tier=Tier.NVME)
+    assert linked(fresh, 2)
+    fresh.survey.check()
+
+
+def test_of_too_many_that_wait_the_hottest_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(slots=8, nvme_slots=8)
+    for n in range(1, 7):
+        put(store, n)
+        demote(store, n, parent=100 + n)
+    monkeypatch.setattr("kvtier.core.links._WAITING_MAX", 4)
+    fresh = reload(store)
+    waiting = [place[3] for place in fresh._residents.links.waiting()]
+    assert waiting == [key(100 + n) for n in (3, 4, 5, 6)]
+
+
 def test_a_snapshot_knows_what_is_in_flight() -> None:
     store = make_store(slots=4, nvme_slots=4)
     for n in (1, 2, 3):

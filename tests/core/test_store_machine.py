@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from hypothesis import Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from kvtier.core.lifecycle import Event
 from kvtier.core.page import PutCode, Tier
@@ -30,6 +30,15 @@ class Tight(StoreMachine):
 
 class Tiny(StoreMachine):
     make_store = staticmethod(lambda: make_store(slots=2))
+
+
+class Full(Tiny):
+    """Without room from the first step on: what is wrong with evictions shows at once."""
+
+    @initialize()
+    def fill(self) -> None:
+        for n in (0, 1):
+            self.seal(self.reserve(n=n, parent=None))
 
 
 class OtherTurns(StoreMachine):
@@ -120,7 +129,7 @@ def test_the_machine_finds_an_eviction_that_ignores_pins(monkeypatch: pytest.Mon
 def test_the_machine_finds_a_store_that_never_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Placement, "_evict", lambda self, tier, record_bytes: False)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(Tight, settings=HUNT)
+        run_state_machine_as_test(Full, settings=HUNT)
 
 
 def test_the_machine_finds_a_store_that_evicts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +139,8 @@ def test_the_machine_finds_a_store_that_evicts_too_much(monkeypatch: pytest.Monk
         return original(self, tier, record_bytes) | original(self, tier, record_bytes)
 
     monkeypatch.setattr(Placement, "_evict", greedy)
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(Tight, settings=HUNT)
+    with pytest.raises(AssertionError, match="another page's turn"):
+        run_state_machine_as_test(Full, settings=HUNT)
 
 
 def test_the_machine_finds_an_eviction_out_of_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,46 @@ def test_a_mark_that_is_asked_for_during_a_checkpoint_is_in_the_new_journal() ->
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("ending", ["its callers go", "it fails"])
+def test_the_last_mark_of_a_segment_is_of_what_is_written_there(ending: str) -> None:
+    """One of another size that is under way comes later than what was known before it."""
+
+    async def run() -> None:
+        store, files = make_store(), MemoryFiles()
+        durability = make_durability(store, files)
+        await durability.begin(1, has_base=False)
+        journal = files.journals[-1]
+        await durability.mark(0, LARGE)
+        answered = asyncio.Event()
+
+        async def meanwhile() -> None:
+            await answered.wait()
+            if ending == "it fails":
+                raise DirectoryError("nobody knows what was written", remedy="none")
+
+        # The segment has become empty and is bound anew, for a page that never gets there.
+        journal.while_written = meanwhile
+        other = asyncio.create_task(durability.mark(0, SMALL))
+        await asyncio.sleep(0.01)
+        if ending == "its callers go":
+            other.cancel()
+            again = asyncio.create_task(durability.mark(0, LARGE))
+            await asyncio.sleep(0.01)
+            answered.set()
+        else:
+            answered.set()
+            with pytest.raises(DirectoryError):
+                await other
+            again = asyncio.create_task(durability.mark(0, LARGE))
+        await again
+        assert journal.entries == [Mark(0, LARGE), Mark(0, SMALL), Mark(0, LARGE)]
+        assert durability.marked_slabs == {0: LARGE}
+        await asyncio.wait([other])
+        await durability.close()
+
+    asyncio.run(run())
+
+
 def test_a_delete_covers_what_was_begun_before_it_and_nothing_later() -> None:
     """However much later it is journalled, and whatever the store has handed out meanwhile."""
 

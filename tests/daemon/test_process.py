@@ -75,11 +75,7 @@ def test_sigterm_lets_a_put_finish(make_daemon):
                 pages=[put_page(opened, key_of("slow"), payload)],
                 data=payload[:100],
             )
-            # What has not reached the daemon is not under way.
-            deadline = time.monotonic() + 20
-            while not raw.status().tiers[0].pages_filling:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_filling(raw)
             daemon.signal(signal.SIGTERM)
             daemon.wait_logged("event=daemon.draining")
             go.append(refusal(raw))
@@ -89,6 +85,14 @@ def test_sigterm_lets_a_put_finish(make_daemon):
         assert list(answer.codes) == [1]
         assert go == [(grpc.StatusCode.UNAVAILABLE, "DaemonUnavailable")]
     assert daemon.wait() == 0
+
+
+def wait_filling(raw: RawClient) -> None:
+    """Until a put is under way: what has not reached the daemon is not."""
+    deadline = time.monotonic() + 20
+    while not raw.status().tiers[0].pages_filling:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def refusal(raw: RawClient):
@@ -108,7 +112,9 @@ def test_sigterm_ends_at_its_deadline_with_a_put_that_hangs(make_daemon):
             yield transfer_pb2.PutRequest(
                 open=transfer_pb2.PutOpen(handle=opened.handle),
                 pages=[put_page(opened, key_of(1), payload_of(1))],
+                data=payload_of(1)[:100],
             )
+            wait_filling(raw)
             daemon.signal(signal.SIGTERM)
             daemon.wait(10)
             return
@@ -126,7 +132,12 @@ def test_a_second_signal_ends_it_at_once(make_daemon):
         opened = raw.open()
 
         def messages():
-            yield transfer_pb2.PutRequest(open=transfer_pb2.PutOpen(handle=opened.handle))
+            yield transfer_pb2.PutRequest(
+                open=transfer_pb2.PutOpen(handle=opened.handle),
+                pages=[put_page(opened, key_of(1), payload_of(1))],
+                data=payload_of(1)[:100],
+            )
+            wait_filling(raw)
             daemon.signal(signal.SIGINT)
             daemon.wait_logged("event=daemon.draining")
             daemon.signal(signal.SIGINT)

@@ -23,6 +23,7 @@ from kvtier.daemon.registry import Registry
 from kvtier.daemon.tiering import Tiering
 from kvtier.packing.record import HEADER_BYTES
 from kvtier.testing.faulty_tier import Fault
+from kvtier.testing.listing_book import ListingBook
 from kvtier.tiers.base import TierDevice
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import slab_number
@@ -57,6 +58,7 @@ class Setting:
     refusing: float  # the chance of a write of journal or checkpoint to fail
     ending: float  # the chance that a step ends the boot
     reads_faults: bool  # a recovery may meet read errors
+    is_crowd: bool = False  # few pages that everybody wants
 
 
 @dataclass(slots=True)
@@ -124,6 +126,7 @@ class Boot:
             # Where there is little room, the table is too small too.
             pages_max = 8 * len(numbers) + (64 if setting.is_roomy else 24)
         disk = machine.disk
+        self.listing = ListingBook()
         self.store = Store(
             StoreConfig(
                 boot_id=(oracle.seed + 1) * 1000 + machine.boots,
@@ -132,6 +135,7 @@ class Boot:
             ),
             tiers=tiers,
             generations=Generations(disk.generation_bound, disk.journal_generations),
+            listing=self.listing,
         )
         self.slabs_waiting = list(range(rng.randint(1, slabs), slabs))  # granted later
         for slab in range(slabs - len(self.slabs_waiting)):

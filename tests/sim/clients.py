@@ -66,6 +66,8 @@ class Clients:
 
     def choose(self) -> Script:
         rng = self._rng
+        if self.boot.machine.setting.is_crowd and rng.random() < 0.8:
+            return rng.choice((self.put, self.put, *3 * (self.demote,), self.delete))
         nvme: tuple[Script, ...] = ()
         if self.boot.nvme is not None:
             nvme = (self.demote, self.prefetch, self.get, self.get, self.scrub)
@@ -330,12 +332,15 @@ class Clients:
         return space, [table.key(row)]
 
     def _keys(self, space: Space) -> list[bytes]:
-        start = self._rng.randrange(4)
-        chain = self._rng.randrange(3)
+        starts, chains, most = 4, 3, 5
+        if self.boot.machine.setting.is_crowd:
+            starts, chains, most = 1, 1, 2
+        start = self._rng.randrange(starts)
+        chain = self._rng.randrange(chains)
         family = space.place.fingerprint.hex()
         return [
             hashlib.sha256(f"{family}/{chain}/{n}".encode()).digest()
-            for n in range(start, start + self._rng.randint(1, 5))
+            for n in range(start, start + self._rng.randint(1, most))
         ]
 
 

@@ -76,6 +76,7 @@ async def settle(boot: Boot, scripts: list[asyncio.Task[Any]], others: Tasks) ->
 
 def _look(boot: Boot, stranded: int) -> None:
     boot.store.survey.check()
+    boot.listing.check(boot.store)
     for tier, counts in boot.store.status().items():
         of = f"of {tier.name} with {stranded} jobs stranded"
         _demand(boot, counts.pinned <= stranded, f"{counts.pinned} pages still pinned {of}")

@@ -105,7 +105,7 @@ class Window:
     was_there: dict[bytes, bool]
     logged: int
     flips: dict[bytes, int]
-    must: set[bytes]
+    must: dict[bytes, int]
     hurt: set[bytes]
     disturbed: dict[bytes, int]
 
@@ -220,7 +220,7 @@ class Oracle:
             was_there=dict(zip(keys, was_there, strict=True)),
             logged=len(space.log),
             flips={key: space.flips[key] for key in keys},
-            must={key for key in keys if key in space.must},
+            must={key: space.must[key] for key in keys if key in space.must},
             hurt={key for key in keys if key in space.hurt},
             disturbed={key: space.disturbed[key] for key in keys},
         )
@@ -256,7 +256,9 @@ class Oracle:
                 raise self.broken(f"{name} without damage")
         if code is GetCode.MISS and window.was_there[key] and is_calm and not is_hurt:
             raise self.broken(f"{name}: missed what was there")
-        if code not in _MAYBE and key in window.must and key in space.must:
+        # The same all the while: one that was deleted and put again was away in between.
+        was_there = key in window.must and window.must[key] == space.must.get(key)
+        if code not in _MAYBE and was_there:
             raise self.broken(f"{name} of a page on NVMe that is whole")
 
     def _is(self, space: Space, key: bytes, copy: bytes | bytearray, version: int) -> bool:

@@ -43,7 +43,8 @@ class Scheduler:
         self._rng = rng
         self._prompt: list[Event] = []
         self._late: list[Event] = []
-        self.fired = 0
+        #: Tells one sequence of events from another.
+        self.trace = 0
         #: The process has ended: what its tasks do when they are thrown away is of no account.
         self.is_over = False
 
@@ -69,7 +70,9 @@ class Scheduler:
             events = self._late
         if not events:
             return False
-        self.fire(events[self._rng.randrange(len(events))])
+        at = self._rng.randrange(len(events))
+        self.trace = hash((self.trace, len(self._prompt), len(self._late), at))
+        self.fire(events[at])
         return True
 
     def fire_prompt(self) -> None:
@@ -78,7 +81,6 @@ class Scheduler:
 
     def fire(self, event: Event) -> None:
         self.discard(event)
-        self.fired += 1
         event.fire()
 
     async def pause(self) -> None:
@@ -122,6 +124,8 @@ class SimLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._scheduler = scheduler
         self.calls = 0
+        self.tasks = 0
+        self.set_task_factory(_NumberedTask)
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:
         self.calls += 1
@@ -133,6 +137,19 @@ class SimLoop(asyncio.SelectorEventLoop):
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> Any:
         return self._scheduler.on_a_thread(partial(func, *args))
+
+
+class _NumberedTask(asyncio.Task[Any]):
+    """Has the same place in a set whenever the same run is repeated: a TaskGroup cancels its tasks
+    in the order of a set."""
+
+    def __init__(self, loop: SimLoop, work: Any, **how: Any) -> None:
+        loop.tasks += 1
+        self._number = loop.tasks
+        super().__init__(work, loop=loop, **how)
+
+    def __hash__(self) -> int:
+        return self._number
 
 
 def _settle(future: asyncio.Future[Any], value: Any = None) -> None:

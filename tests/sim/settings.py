@@ -1,9 +1,10 @@
 """What a seed has to do with: tiers with much or little room, devices that fail or do not, how
-often boots end."""
+often boots end; and, in a crowd, few pages that everybody wants at once."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from kvtier.config_storage import WritePolicy
 from kvtier.testing.faulty_tier import Fault, FaultKind
@@ -11,7 +12,7 @@ from kvtier.tiers.base import TierOperation
 from tests.sim.boot import Setting
 from tests.sim.sim_nvme import Chances
 
-__all__ = ["draw_setting"]
+__all__ = ["crowded", "draw_setting"]
 
 READ, WRITE, SYNC = TierOperation.READ, TierOperation.WRITE, TierOperation.SYNC
 #: (kind, operation, probability a call)
@@ -30,6 +31,27 @@ _FAULTS = (
     (FaultKind.EIO, SYNC, 0.02),
     (FaultKind.SLOW, SYNC, 0.1),
 )
+
+
+def crowded(setting: Setting) -> Setting:
+    """Copies of few pages are begun all the time, and the boot ends while they are being made.
+
+    Nothing else goes wrong: what was there has to come back.
+    """
+    return replace(
+        setting,
+        has_nvme=True,
+        is_crowd=True,
+        segments_max=(1,),
+        is_roomy=False,
+        policy=WritePolicy.THROUGH,
+        streams=4,
+        faults=(),
+        chances=Chances(slow=0.2),
+        refusing=0.0,
+        ending=0.03,
+        reads_faults=False,
+    )
 
 
 def draw_setting(rng: random.Random) -> Setting:

@@ -63,6 +63,7 @@ class Chances:
 
     timeout: float = 0.0  # a step of a job takes too long
     no_room: float = 0.0  # a segment cannot be made
+    slow: float = 0.0  # a step of a job takes its time
 
 
 class SimLower:
@@ -233,6 +234,11 @@ class SimLower:
                 return local
         return None
 
+    @property
+    def is_at_work(self) -> bool:
+        """Bytes are being read or written now."""
+        return any(job.phase is Phase.STARTED for job in self.jobs)
+
     # -- for the jobs ----------------------------------------------------------------------------
 
     def is_timeout(self) -> bool:
@@ -242,7 +248,8 @@ class SimLower:
 
     def take_slow(self) -> bool:
         is_slow, self._is_slow = self._is_slow, False
-        return is_slow
+        slow = self.chances.slow
+        return is_slow or (slow > 0 and self._rng.random() < slow)
 
     def slow_down(self, _seconds: float) -> None:
         """The clock of the FaultyTier: its SLOW makes the rest of a job late."""

@@ -3,7 +3,8 @@ seed of a few fails, and says which one it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -15,10 +16,12 @@ from kvtier.core.quarantine import Quarantine
 from kvtier.core.residents import Residents
 from kvtier.core.store import Store
 from kvtier.daemon.durability import Durability
+from kvtier.tiers import nvme_recovery
 from kvtier.transfer import mover as mover_module
 from kvtier.transfer import outlet as outlet_module
 from kvtier.transfer.intake import Intake
 from kvtier.transfer.place import Place
+from kvtier.transfer.turns import Turns
 from tests.sim.oracle import Broken
 from tests.sim.sim_disk import StateDisk
 from tests.sim.world import World
@@ -164,6 +167,16 @@ def test_a_checkpoint_that_loses_copies_in_flight_is_found(
 def test_a_segment_that_is_not_marked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Durability, "mark", nothing)
     failures(range(30), of="did not come back")
+
+
+def test_a_torn_copy_in_the_way_of_a_whole_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    @asynccontextmanager
+    async def at_once(self: Turns, name: object) -> AsyncIterator[None]:
+        yield
+
+    monkeypatch.setattr(Turns, "of", at_once)
+    monkeypatch.setattr(nvme_recovery, "is_whole", lambda *_, **__: True)
+    failures(range(15, 136, 8), of="did not come back")
 
 
 def test_a_bump_that_is_not_saved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from tests.sim.crew import Crew
 from tests.sim.ending import settle, stop
 from tests.sim.oracle import Broken, Counts, Oracle, Space
 from tests.sim.restarts import Ending, Restarts
-from tests.sim.settings import draw_setting
+from tests.sim.settings import crowded, draw_setting
 from tests.sim.sim_disk import StateDisk
 from tests.sim.sim_jobs import SimDevice
 from tests.sim.weather import Weather
@@ -42,6 +42,8 @@ __all__ = ["World", "run_seeds"]
 #: name -> (payload bytes, shards)
 _FAMILIES = {"model0": (3000, 1), "model1": (3000, 2), "model2": (20000, 1)}
 _NVME_BYTES = 1 << 44
+#: Every so many seeds are a crowd.
+_CROWD_EVERY = 8
 #: Many times what a boot needs.
 _BOOT_CPU_S = 20.0
 _ROUNDS_MAX = 1000
@@ -53,6 +55,8 @@ class World:
         self.rng = random.Random(seed)
         self.oracle = Oracle(seed)
         self.setting = draw_setting(self.rng)
+        if seed % _CROWD_EVERY == _CROWD_EVERY - 1:
+            self.setting = crowded(self.setting)
         faulty = FaultyTier(
             MemoryTier(_NVME_BYTES), self.setting.faults, seed=seed, keeps_unsynced=True
         )
@@ -106,6 +110,7 @@ class World:
             return ending
         finally:
             boot.count()
+            self._digest.update(str(boot.scheduler.trace).encode())
             boot.scheduler.is_over = crashes.is_ending = True
             loop.run_until_complete(self._throw_away())
             loop.close()
@@ -132,11 +137,18 @@ class World:
                 raise self.oracle.broken("nothing can go on: something waits for ever")
             if self._left % self._check_every == 0:
                 boot.store.survey.check()
-            if boot.nvme is not None and self.rng.random() < self.setting.ending:
+                boot.listing.check(boot.store)
+            if boot.nvme is not None and self._ends_now(boot):
                 return await self._end(boot, crew, has_started=starting.done())
         await settle(boot, crew.scripts, crew.others)
         crew.look()
         return Ending.OVER
+
+    def _ends_now(self, boot: Boot) -> bool:
+        """In a crowd in the middle of a copy."""
+        assert boot.nvme is not None
+        is_it = self.rng.random() < self.setting.ending
+        return is_it and (not self.setting.is_crowd or boot.nvme.lower.is_at_work)
 
     async def _start(self, boot: Boot) -> None:
         await boot.start(partial(self._restarts.judge, boot))

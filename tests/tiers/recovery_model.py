@@ -65,6 +65,7 @@ class World:
         self.filling: list[Copy] = []
         self.written: dict[int, Copy] = {}  # generation -> what a record of it says
         self.gone: set[int] = set()  # generations that must never come back
+        self.cut: set[int] = set()  # generations whose chain had no beginning at some restart
         #: (journal, its size when that was durable, generations that are gone since)
         self.forgotten: list[tuple[int, int, set[int]]] = []
         self.number = 0
@@ -110,6 +111,13 @@ class World:
         copies = list(self.live.values())
         families = sorted({(copy.id[0], copy.of) for copy in copies})
         place = {copy.id: row for row, copy in enumerate(copies)}
+        ids = [(*copy.id[:2], copy.parent) for copy in copies if copy.parent]
+        absent = list(dict.fromkeys(id_[2] for id_ in ids if id_ not in place))
+
+        def parent_of(copy: Copy) -> int:
+            at = place.get((*copy.id[:2], copy.parent), -1)
+            return len(copies) + absent.index(copy.parent) if at < 0 and copy.parent else at
+
         return Snapshot(
             last_generation=self.last,
             classes=dict(self.classes),
@@ -117,15 +125,15 @@ class World:
             pages=Pages(
                 family=np.array([families.index((c.id[0], c.of)) for c in copies], np.uint32),
                 shard=np.array([copy.id[1] for copy in copies], np.uint16),
-                key=np.frombuffer(b"".join(c.id[2] for c in copies), np.uint8).reshape(-1, 32),
+                key=np.frombuffer(
+                    b"".join([*(c.id[2] for c in copies), *absent]), np.uint8
+                ).reshape(-1, 32),
                 generation=np.array([copy.generation for copy in copies], np.uint64),
                 slot=np.array([copy.slot for copy in copies], np.uint64),
                 length=np.array([copy.length for copy in copies], np.uint64),
                 codec=np.full(len(copies), Codec.RAW, np.uint8),
                 lossy=np.zeros(len(copies), np.uint8),
-                parent=np.array(
-                    [place.get((*copy.id[:2], copy.parent), -1) for copy in copies], np.int32
-                ),
+                parent=np.array([parent_of(copy) for copy in copies], np.int32),
             ),
             in_flight=tuple(copy.generation for copy in self.filling if not copy.is_doomed),
         )
@@ -284,7 +292,7 @@ def copies_of(recovered: Recovered) -> list[Copy]:
     for row in range(len(pages)):
         fingerprint, of = recovered.families[pages.family[row]]
         parent = int(pages.parent[row])
-        assert -1 <= parent < len(pages)
+        assert -1 <= parent < len(pages.key)
         assert parent != row
         assert pages.codec[row] == Codec.RAW
         assert pages.lossy[row] == 0
@@ -314,13 +322,26 @@ def check_sound(world: World, recovered: Recovered) -> dict[Id, Copy]:
         written = world.written[copy.generation]
         assert (written.id, written.of, written.slot) == (copy.id, copy.of, copy.slot)
         assert written.length == copy.length
-        assert copy.parent in (b"", written.parent)
+        if copy.parent != written.parent:
+            assert not copy.parent
+            assert copy.generation in world.cut or is_in_ring(world, found, copy)
+            world.cut.add(copy.generation)
         size = recovered.classes[copy.slot // UNITS]
         assert copy.slot % UNITS * 4096 % size == 0
         assert copy.length + 4096 <= size
     assert len(recovered.families) == len({copy.id[0] for copy in copies})
     assert recovered.last_generation <= world.last
     return found
+
+
+def is_in_ring(world: World, found: dict[Id, Copy], copy: Copy) -> bool:
+    """Whether the chain before the page has no beginning."""
+    seen = set()
+    id_ = copy.id
+    while id_ in found and id_ not in seen:
+        seen.add(id_)
+        id_ = (*id_[:2], world.written[found[id_].generation].parent)
+    return id_ in seen
 
 
 def check_exact(world: World, recovered: Recovered) -> dict[Id, Copy]:

@@ -162,6 +162,43 @@ def test_kind_17_torn_write_that_a_power_cut_undid(world):
     assert recovered.report.stale >= 1
 
 
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("torn", [1, 2])
+def test_kind_17_torn_copy_is_not_in_the_way_of_the_one_before_it(world, torn, is_listed):
+    """The process ended while one more copy of a page that was there was being written."""
+    whole = world.put(page(1), 16384)
+    if is_listed:
+        world.checkpoint()
+    for _ in range(torn):
+        cut = world.begin(page(1), 16384)
+        header, payload, padding = record_of(cut)
+        world.tier.write(cut.slot, [header, payload[:4096], bytes(len(payload) - 4096), padding])
+        world.written[cut.generation] = cut
+    recovered = world.recover()
+    assert check_exact(world, recovered) == {page(1): whole}
+    assert (recovered.report.torn, recovered.report.superseded) == (torn, 0)
+    assert recovered.last_generation == cut.generation
+
+
+def test_a_copy_that_cannot_be_read_is_not_in_the_way_of_the_one_before_it(world):
+    before = world.put(page(1), 16384)
+    after = world.put(page(1), 16384)
+    scans = len({copy.slot // UNITS for copy in (before, after)})
+    fault = Fault(kind=FaultKind.EIO, operation=TierOperation.READ, nth=scans + 1)
+    recovered = world.recover(tier=FaultyTier(world.tier, [fault], seed=1))
+    assert check_sound(world, recovered) == {page(1): before}
+
+
+def test_the_only_copy_of_a_page_is_taken_unread(world):
+    """Whoever reads it finds out; a start that reads every payload takes too long."""
+    cut = world.begin(page(1), 16384)
+    world.tier.write(cut.slot, record_of(cut)[:1])
+    world.written[cut.generation] = cut
+    recovered = world.recover()
+    assert check_sound(world, recovered) == {page(1): cut}
+    assert recovered.report.torn == 0
+
+
 @pytest.mark.parametrize(("at", "added"), [(168, 1), (210, 2)], ids=["generation", "shard"])
 def test_a_sound_header_that_contradicts_itself_is_damaged(world, at, added):
     """Generation and sequence differ, or a shard above 65535: a faulty writer made it."""

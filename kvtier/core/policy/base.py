@@ -25,13 +25,16 @@ class Policy(Protocol):
         """The page can be evicted from now on."""
 
     def admit_many(self, rows: npt.NDArray[np.int64]) -> None:
-        """As `admit` of each, in order; the queue is empty before."""
+        """As `admit` of each, in order; for ARC and S3-FIFO the queue is empty before."""
 
     def touch(self, rows: npt.NDArray[np.int64]) -> None:
         """The pages were used together; `rows` goes from the head of their chain to its tail.
 
         A page named twice is used once.
         """
+
+    def keep(self, row: int) -> None:
+        """A page after it has come: it is not named before `ready`."""
 
     def ready(self, row: int) -> None:
         """Its last lease, the last page after it, or what else kept it, is gone."""

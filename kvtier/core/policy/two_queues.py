@@ -102,6 +102,10 @@ class TwoQueues(ABC):
         is_new &= ~self._young.are_among_last(rows, burst)
         self._use_many(rows[is_new])
 
+    def keep(self, row: int) -> None:
+        """See Policy."""
+        return  # it is set aside when it is met at the front
+
     def ready(self, row: int) -> None:
         """See Policy."""
         if self._where[row] and not self._table.queued[row]:
