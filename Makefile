@@ -51,14 +51,16 @@ fmt: $(STAMP) ## let ruff format and fix what it can
 proto: $(STAMP) ## make kvtier/v1 from proto/
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. $(PROTOS)
 
-docs: $(STAMP) ## make docs/config.md and docs/metrics.md from the code
+docs: $(STAMP) ## make docs/config.md, docs/metrics.md and docs/local-plane.md from the code
 	@mkdir -p docs
 	@$(BIN)/python -m kvtier config --markdown > docs/config.md
 	@$(BIN)/python -m kvtier metrics --markdown > docs/metrics.md
+	@$(BIN)/python -c 'from kvtier.transfer.local.document import page; print(page(), end="")' > docs/local-plane.md
 
 bench: $(STAMP) ## the measurements, as tables and as JSON in build/bench; on a quiet machine
 	@mkdir -p build/bench
 	@$(BIN)/python -m benchmarks.grpc_stream --json build/bench/grpc_stream.json
+	@$(BIN)/python -m benchmarks.fp8 --json build/bench/fp8.json
 	@$(BIN)/python -m benchmarks.million_pages --json build/bench/million_pages.json
 	@$(BIN)/python -m benchmarks.nvme_service --json build/bench/nvme_service.json
 	@if command -v fio > /dev/null; then $(BIN)/python -m benchmarks.nvme_io --json build/bench/nvme_io.json; \

@@ -67,7 +67,7 @@ async def measure(url: str, raw_url: str, page_bytes: int, rounds: int) -> dict[
     raw_target = memoryview(bytearray(b"\1") * total)
     times: dict[str, list[float]] = {"put": [], "raw put": [], "get": [], "raw get": []}
     raw = RawClient(raw_url)
-    async with kvtier.aio.connect(url, deadline=60.0) as kv:
+    async with kvtier.aio.connect(url, deadline=60.0, plane="grpc") as kv:
         ns = await kv.namespace(layout_of(page_bytes), tenant="bench")
         for number in range(rounds + 2):  # the first two warm up
             keys = key_batch(number)

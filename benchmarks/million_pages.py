@@ -96,13 +96,13 @@ def another_process_putting(url: str, pages: int) -> Iterator[None]:
 
 
 async def put_more(url: str, pages: int) -> None:
-    async with kvtier.aio.connect(url, deadline=30.0) as kv:
+    async with kvtier.aio.connect(url, deadline=30.0, plane="grpc") as kv:
         await put_pages(await kv.namespace(LAYOUT, tenant="bench"), pages, 2 * pages)
 
 
 async def measure(url: str, pid: int, pages: int) -> dict[str, object]:
     before = resident_bytes(pid)
-    async with kvtier.aio.connect(url, deadline=30.0) as kv:
+    async with kvtier.aio.connect(url, deadline=30.0, plane="grpc") as kv:
         ns = await kv.namespace(LAYOUT, tenant="bench")
         await until_populated(kv, pages * SLOT)
         started = time.perf_counter()

@@ -175,7 +175,7 @@ def measure_verification(home: Path, *, rounds: int = 15) -> dict[str, object]:
         connections = {}
         for verify, process in processes.items():
             process.start()
-            kv = kvtier.connect(process.url, deadline=DEADLINE_S, verify=verify)
+            kv = kvtier.connect(process.url, deadline=DEADLINE_S, verify=verify, plane="grpc")
             connections[verify] = kv
             space_of(kv).put(keys_of(0), source).raise_for_refused()
         for number in range(rounds + 2):

@@ -20,6 +20,7 @@ from typing import Any
 
 from kvtier.config_fields import GIB, KIB, MIB, TIB, seconds, size, whole
 from kvtier.config_kinds import Choice, Directory, Kind, ListenAddresses, MetricsAddress
+from kvtier.config_local import LocalConfig, Switch
 from kvtier.config_storage import (
     PAGE_BYTES_PER_INDEX_ENTRY,
     CodecName,
@@ -41,12 +42,14 @@ __all__ = [
     "GrpcConfig",
     "HostConfig",
     "LimitsConfig",
+    "LocalConfig",
     "LogFormat",
     "LogLevel",
     "NvmeConfig",
     "PolicyName",
     "ScrubConfig",
     "Setting",
+    "Switch",
     "Verify",
     "WritePolicy",
     "process_environment",
@@ -256,6 +259,7 @@ class Config:
     host: HostConfig = field(default_factory=HostConfig)
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
     scrub: ScrubConfig = field(default_factory=ScrubConfig)
+    local: LocalConfig = field(default_factory=LocalConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     grpc: GrpcConfig = field(default_factory=GrpcConfig)
 

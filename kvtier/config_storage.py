@@ -122,8 +122,8 @@ class NvmeConfig:
         default=CodecName.RAW,
         metadata={
             "kind": Choice(members=CodecName),
-            "meaning": "How pages are packed on NVMe. fp8 (lossy) needs torch, and packs the "
-            "families whose layout allows it.",
+            "meaning": "How pages are packed on NVMe. fp8 (lossy) needs numba or torch, and "
+            "packs the families whose layout allows it.",
         },
     )
     policy: PolicyName = field(default=PolicyName.LRU, metadata=_POLICY)

@@ -9,7 +9,8 @@
     │   ├── PageSizeError         a page longer or shorter than its layout says
     │   ├── LayoutError           a layout that cannot be stored, or differs from what is stored
     │   ├── LimitExceeded         over a limit of GetCapabilities
-    │   └── ChunkError            a bulk stream that breaks its rules
+    │   ├── ChunkError            a bulk stream that breaks its rules
+    │   └── InvalidFrame          a packet of the local plane that breaks its rules
     ├── NamespaceError
     │   ├── UnknownHandle         a handle or session of another boot, or one that has ended
     │   ├── UnknownNamespace
@@ -58,6 +59,7 @@ __all__ = [
     "GenerationConflict",
     "IntegrityError",
     "InvalidConfigValue",
+    "InvalidFrame",
     "InvalidInput",
     "KeyLengthError",
     "KvtierError",
@@ -128,6 +130,9 @@ class LimitExceeded(InvalidInput): ...
 
 
 class ChunkError(InvalidInput): ...
+
+
+class InvalidFrame(InvalidInput): ...
 
 
 class NamespaceError(KvtierError): ...

@@ -60,6 +60,18 @@ def test_base_dependencies_are_small(repo: Path) -> None:
     assert [name for name in project["dependencies"] if name.startswith(heavy)] == []
 
 
+def test_what_packs_fp8_at_speed_is_in_every_install_that_needs_it(repo: Path) -> None:
+    with (repo / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    assert [name for name in extras["fast"] if name.startswith("numba>=")] == extras["fast"]
+    assert "kvtier[daemon,fast]" in extras["engine"]
+    assert "kvtier[fast]" in extras["dev"]
+
+
+#: What no import of kvtier may bring with it.
+HEAVY = {"torch", "transformers", "numba", "llvmlite", "triton"}
+
+
 def loaded_by(statement: str) -> set[str]:
     """The top-level modules that a fresh interpreter has after `statement`."""
     code = (
@@ -72,11 +84,9 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_importing_kvtier_loads_no_framework_and_no_wire() -> None:
-    assert (
-        loaded_by("import kvtier") & {"torch", "transformers", "grpc", "google", "numba"} == set()
-    )
+    assert loaded_by("import kvtier") & {"grpc", "google", *HEAVY} == set()
 
 
-@pytest.mark.parametrize("module", ["kvtier.daemon.run", "kvtier.cli"])
-def test_daemon_and_command_line_load_no_framework(module: str) -> None:
-    assert loaded_by(f"import {module}") & {"torch", "transformers", "numba"} == set()
+@pytest.mark.parametrize("module", ["kvtier.daemon.run", "kvtier.cli", "kvtier.client"])
+def test_daemon_command_line_and_client_load_no_framework(module: str) -> None:
+    assert loaded_by(f"import {module}") & HEAVY == set()

@@ -36,7 +36,8 @@ def run_checks(effective: Effective, url: str) -> list[Finding]:
     host_bytes = effective.config.host.bytes
     checks: list[Callable[[], Finding]] = [
         _python,
-        lambda: _extra("torch", "fp8 packing by torch and tensors in the client"),
+        lambda: _extra("torch", "tensors in the client, and fp8 packing without numba"),
+        lambda: _extra("numba", "fp8 packing, ten times faster", "pip install 'kvtier[fast]'"),
         lambda: _extra("prometheus_client", "kvtier serve", "pip install 'kvtier[daemon]'"),
         _memfd,
         _populate,

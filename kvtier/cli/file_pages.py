@@ -196,7 +196,7 @@ class FilePages:
     @contextmanager
     def _opened(self) -> Iterator[Namespace]:
         with connect(
-            self._url, deadline=self._timeout_s, client_name="kvtier command"
+            self._url, deadline=self._timeout_s, client_name="kvtier command", plane="grpc"
         ) as connection:
             yield connection.namespace(self._layout, tenant=self._tenant)
 

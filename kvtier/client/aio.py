@@ -2,8 +2,8 @@
 
 Belongs to one event loop, that of its first call, and to one process: in a forked child every call
 raises ForkedClient at once and the parent is not disturbed. Checksums and copies between a GPU and
-the host run on the event loop, for some 0.1 ms a MiB; fp8 packing (2 to 4 ms a MiB) runs in a
-thread of the connection.
+the host run on the event loop, for some 0.1 ms a MiB; fp8 packing (0.3 to 4 ms a MiB) runs in
+a thread of the connection.
 
 A `deadline` is in seconds, or a kvtier.transfer.planes.deadline.Deadline that began elsewhere.
 """
@@ -18,9 +18,11 @@ from types import TracebackType
 
 from kvtier.client.flushing import flush
 from kvtier.client.generations import bump_family
-from kvtier.client.link import Link, Settings, Within
+from kvtier.client.link import Link, Within
+from kvtier.client.local_attachment import LocalState
 from kvtier.client.namespace import AsyncNamespace
 from kvtier.client.quarantine import AsyncQuarantine
+from kvtier.client.settings import Settings
 from kvtier.client.verifying import NOTHING_READ, OnProgress, reports
 from kvtier.core.page import Tier
 from kvtier.packing.layout import Layout
@@ -40,18 +42,24 @@ def connect(
     deadline: float = DEADLINE_S,
     verify: str = "always",
     client_name: str = "",
+    plane: str = "auto",
 ) -> AsyncConnection:
     """A connection to the daemon at `url`: unix:///path or grpc://127.0.0.1:port.
 
     Without `url` it is where a daemon of this user listens by default. Nothing is sent yet, so it
     does not matter whether the daemon runs. `deadline` in seconds is for each call, 60 at most.
     `verify` is "always", "sampled" or "off": whether a get compares checksums. `client_name` is
-    shown in the daemon's status. Raises InvalidConfigValue, NotImplementedYet.
+    shown in the daemon's status. `plane` is "auto" (lookups and gets read the daemon's shared
+    memory where it offers that to this process, all else goes over gRPC) or "grpc". Raises
+    InvalidConfigValue, NotImplementedYet.
     """
     return AsyncConnection(
         default_url() if url is None else url,
         Settings.of(
-            deadline=deadline, verify=verify, client_name=client_name or f"pid {os.getpid()}"
+            deadline=deadline,
+            verify=verify,
+            client_name=client_name or f"pid {os.getpid()}",
+            plane=plane,
         ),
     )
 
@@ -79,6 +87,14 @@ class AsyncConnection:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
+
+    @property
+    def local(self) -> LocalState:
+        """Whether this connection reads the daemon's shared memory, why not, and how often it did.
+
+        It begins beside the first calls, which go over gRPC until it is there.
+        """
+        return self.link.local.state
 
     async def namespace(
         self,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, TypedDict
 
 from kvtier.client.buffers import Allocated, Request, Rows
-from kvtier.client.codec_thread import require_torch
+from kvtier.client.codec_thread import require_packer
 from kvtier.client.keys import KeyChain, checked_keys
 from kvtier.client.reading import GetOptions
 from kvtier.client.tensors import check_dtype, rows_of
@@ -101,7 +101,7 @@ class GetCall:
         if codec is None and lossy_ok and layout.fp8_bytes:
             accept = (Codec.RAW, Codec.FP8)
         if Codec.FP8 in accept:
-            require_torch()
+            require_packer()
         check_dtype(out, "out", layout)
         request = Request(name="out", count=len(checked), nbytes=layout.raw_bytes, writable=True)
         return cls(
@@ -136,7 +136,7 @@ class PutCall:
         codec = given.get("codec", Codec.RAW)
         layout.payload_bytes(codec)
         if codec is Codec.FP8:
-            require_torch()
+            require_packer()
         is_chain = given.get("chain", True)
         parent, depth = given.get("parent"), given.get("depth")
         if isinstance(keys, KeyChain) and is_chain:

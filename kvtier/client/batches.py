@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -48,7 +49,19 @@ from kvtier.transfer.planes.values import (
 if TYPE_CHECKING:
     from kvtier.client.namespace import AsyncNamespace
 
-__all__ = ["delete", "get", "get_code", "keys_per_call", "known_codes", "lookup", "put"]
+__all__ = [
+    "BegunGet",
+    "begin_get",
+    "delete",
+    "finish_get",
+    "get_code",
+    "got",
+    "keys_per_call",
+    "known_codes",
+    "lookup",
+    "lookup_here",
+    "put",
+]
 
 #: What an error says of each key of its call. Other errors are the caller's.
 _GET_CODES: Final[dict[type[KvtierError], GetCode]] = {
@@ -103,13 +116,45 @@ async def lookup(
     return LookupReply(bytes(codes), bytes(tiers))
 
 
-async def get(ns: AsyncNamespace, call: GetCall) -> GetResult:
+@dataclass(frozen=True, slots=True)
+class BegunGet:
+    """A get of which some pages (`left`) are still to be had from the daemon."""
+
+    reader: Reader
+    left: Sequence[int]
+
+
+def begin_get(ns: AsyncNamespace, call: GetCall) -> BegunGet:
+    """Takes what shared memory has. Any thread."""
     reader = Reader(ns.layout, call.keys, call.rows, verify=ns.link.settings.verify)
-    failed = await _get(ns, reader, range(len(call.keys)), call)
+    opened = ns.opened
+    reads = None if opened is None else ns.link.local.reads(opened.boot_id)
+    if reads is None or opened is None or not call.keys:
+        return BegunGet(reader, range(len(call.keys)))
+    return BegunGet(reader, reads.get(reader, call.options, opened))
+
+
+def lookup_here(ns: AsyncNamespace, keys: Sequence[bytes]) -> LookupReply | None:
+    """What the shared directory says, None where only the daemon can. Any thread."""
+    opened = ns.opened
+    reads = None if opened is None else ns.link.local.reads(opened.boot_id)
+    if reads is None or opened is None or not keys:
+        return None
+    return reads.lookup(ns.layout, opened, keys)
+
+
+async def finish_get(ns: AsyncNamespace, call: GetCall, begun: BegunGet) -> None:
+    """Gets the rest from the daemon."""
+    failed = await _get(ns, begun.reader, begun.left, call)
     if failed:
         # Bytes that are not right can be a race with an entry that changed: once more, then it
         # counts.
-        await _get(ns, reader, failed, call, is_retry=True)
+        await _get(ns, begun.reader, failed, call, is_retry=True)
+
+
+def got(ns: AsyncNamespace, call: GetCall, begun: BegunGet) -> GetResult:
+    """What a get came to that has ended."""
+    reader = begun.reader
     pages: Sequence[bytearray | None] = ()
     if isinstance(call.rows, Allocated):
         pages = [

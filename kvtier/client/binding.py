@@ -72,6 +72,11 @@ class Binding:
         return self._link
 
     @property
+    def opened(self) -> OpenedNamespace | None:
+        """The present handle. Any thread may ask."""
+        return self._opened
+
+    @property
     def limits(self) -> Capabilities | None:
         """The daemon's limits, None until the namespace was opened once."""
         return self._limits

@@ -33,6 +33,7 @@ __all__ = [
     "PageRows",
     "Request",
     "Rows",
+    "address_of",
     "is_tensor",
     "page_ids",
     "row_shape",
@@ -40,6 +41,14 @@ __all__ = [
 ]
 
 _FORMS: Final = "pass a tensor, ndarray or buffer, or a sequence of one for each page"
+
+
+def address_of(view: memoryview) -> int:
+    """Where contiguous memory begins; 0 for none."""
+    if not view.nbytes:
+        return 0
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
@@ -56,6 +65,11 @@ class Rows(ABC):
     @abstractmethod
     def direct(self, index: int) -> memoryview | None:
         """The bytes of the page in place, or None if they are not contiguous host memory."""
+
+    def address(self, index: int) -> int | None:
+        """Where the page lies if `direct` has it; good as long as these rows are."""
+        view = self.direct(index)
+        return None if view is None else address_of(view)
 
     @abstractmethod
     def load(self, index: int) -> memoryview:
@@ -95,6 +109,10 @@ class FlatRows(Rows):
         self._view = view
         self._nbytes = nbytes
         self._ids = ids
+        self._base = address_of(view)
+
+    def address(self, index: int) -> int:
+        return self._base + (index if self._ids is None else self._ids[index]) * self._nbytes
 
     def direct(self, index: int) -> memoryview:
         start = (index if self._ids is None else self._ids[index]) * self._nbytes
@@ -107,7 +125,7 @@ class FlatRows(Rows):
         self.direct(index)[:] = data
 
     def footprints(self) -> list[Footprint]:
-        base: int = np.frombuffer(self._view, np.uint8).__array_interface__["data"][0]
+        base = self._base
         places = range(len(self._view) // self._nbytes) if self._ids is None else self._ids
         return [
             Footprint(base + place * self._nbytes, (self._nbytes,), (1,), 1) for place in places

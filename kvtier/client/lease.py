@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvtier.client.arguments import GetCall, milliseconds
-from kvtier.client.batches import get, keys_per_call
+from kvtier.client.batches import keys_per_call
 from kvtier.client.link import Within
 from kvtier.client.results import GetResult, leading_run
 from kvtier.core.page import Codec, GetCode, LeaseCode
@@ -144,7 +144,7 @@ class AsyncLease:
         """Copies of the pages, also of those that are not held but there."""
         within = self.within(deadline)
         call = GetCall.of(self._ns.layout, self._keys, None, None, {}, deadline=within)
-        return await get(self._ns, call)
+        return await self._ns.finish_get(call, self._ns.begin_get(call))
 
     async def pages(self, *, deadline: Within = None) -> Sequence[bytearray | None]:
         """The raw bytes of each page (a copy over grpc), None where it is not there."""

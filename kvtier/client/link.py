@@ -17,19 +17,18 @@ import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final, TypeAlias
 
 from kvtier.client.codec_thread import CodecThread
 from kvtier.client.flushing import Unflushed
+from kvtier.client.local_attachment import LocalAttachment
+from kvtier.client.settings import PlaneChoice, Settings, checked_seconds
 from kvtier.core.page import KEY_BYTES, GetCode
 from kvtier.errors import (
     ClientClosed,
     DaemonUnavailable,
     DeadlineExceeded,
     ForkedClient,
-    InvalidConfigValue,
     KvtierError,
     StaleGeneration,
     UnknownHandle,
@@ -44,47 +43,12 @@ from kvtier.transfer.planes.values import (
     OpenedNamespace,
 )
 
-__all__ = ["Link", "Settings", "Verify", "Within", "checked_seconds", "locked"]
+__all__ = ["Link", "Within", "locked"]
 
 #: What a call may take: seconds, the moment where it ends, or None for the connection's setting.
 Within: TypeAlias = float | Deadline | None
 
 _CLOSE_S_MAX: Final = 0.5
-
-
-class Verify(Enum):
-    """Whether a get compares payload sums. SAMPLED does one page in SAMPLE_ONE_IN."""
-
-    ALWAYS = "always"
-    SAMPLED = "sampled"
-    OFF = "off"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    deadline_s: float
-    verify: Verify
-    client_name: str
-
-    @classmethod
-    def of(cls, *, deadline: float, verify: str, client_name: str) -> Settings:
-        """Raises InvalidConfigValue."""
-        try:
-            wanted = Verify(verify)
-        except ValueError:
-            raise InvalidConfigValue(
-                f"verify is {verify!r}", remedy='use "always", "sampled" or "off"'
-            ) from None
-        return cls(deadline_s=checked_seconds(deadline), verify=wanted, client_name=client_name)
-
-
-def checked_seconds(deadline: object) -> float:
-    """Raises InvalidConfigValue unless `deadline` is a positive number of seconds."""
-    if not isinstance(deadline, int | float) or not 0 < deadline < float("inf"):
-        raise InvalidConfigValue(
-            f"deadline is {deadline!r}", remedy="pass a positive number of seconds"
-        )
-    return float(deadline)
 
 
 class _Breaker:
@@ -133,6 +97,9 @@ class Link:
         self._handles: dict[tuple[bytes, Shard], OpenedNamespace] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.codec = CodecThread()
+        self.local = LocalAttachment(
+            settings.client_name, is_wanted=settings.plane is PlaneChoice.AUTO
+        )
         self.unflushed = Unflushed()
 
     @property
@@ -204,6 +171,7 @@ class Link:
                     self._handles[key] = opened
                 if self._limits is None or self._limits[0] != opened.boot_id:
                     self._limits = (opened.boot_id, await self.plane.capabilities(deadline))
+                self.local.offered(self._limits[1].local_socket, opened.boot_id)
             return opened, self._limits[1]
 
     def forget(self, opened: OpenedNamespace) -> None:
@@ -227,6 +195,7 @@ class Link:
             return
         self._is_closed = True
         self.codec.close()
+        self.local.close()
         try:
             if self._session_id:
                 await self.plane.close_session(self._session_id, Deadline.after(_CLOSE_S_MAX))

@@ -31,7 +31,7 @@ from kvtier.client.link import Within
 from kvtier.client.results import DeleteResult, GetResult, LookupResult, MoveResult, PutResult
 from kvtier.errors import NamespaceMismatch, StaleGeneration
 from kvtier.packing.keys import chain_keys, salt_seed
-from kvtier.transfer.planes.values import Hints
+from kvtier.transfer.planes.values import Hints, LookupReply
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -81,9 +81,20 @@ class AsyncNamespace(Binding):
     ) -> LookupResult:
         """Which pages are there now. Advice: a page can leave before the get."""
         within = self._link.deadline(deadline)
-        self._link.check_usable()
         hints = Hints(session=session, traceparent=checked_traceparent(traceparent))
-        found = await batches.lookup(self, checked_keys(keys), hints, within)
+        known = checked_keys(keys)
+        found = self.lookup_here(known)
+        if found is None:
+            found = self.lookup_result(await batches.lookup(self, known, hints, within))
+        return found
+
+    def lookup_here(self, keys: list[bytes]) -> LookupResult | None:
+        """What shared memory can answer of a lookup, None where only the daemon can. Any thread."""
+        self._link.check_usable()
+        found = batches.lookup_here(self, keys)
+        return None if found is None else self.lookup_result(found)
+
+    def lookup_result(self, found: LookupReply) -> LookupResult:
         return LookupResult(found.codes, found.tiers, self.layout.page_tokens)
 
     async def get(
@@ -105,11 +116,12 @@ class AsyncNamespace(Binding):
 
         `lossy_ok` accepts pages that a codec has rounded (unpacked into `out`); else such a copy is
         a miss. `codec=Codec.FP8` takes no other copies than those and implies `lossy_ok`. The first
-        page that is unpacked loads torch, within the deadline or not: import it beforehand. Raises
-        PageSizeError (also for pages of `out` that share memory), KeyLengthError; MissingExtra for
-        `lossy_ok` without torch.
+        page that is unpacked loads what unpacks it, within the deadline or not: call
+        kvtier.packing.fp8.warm_up() beforehand. Raises PageSizeError (also for pages of `out` that
+        share memory), KeyLengthError; MissingExtra for `lossy_ok` without numba and torch.
         """
-        return await self.send_get(self.prepare_get(keys, out=out, at=at, **options))
+        call = self.prepare_get(keys, out=out, at=at, **options)
+        return await self.finish_get(call, self.begin_get(call))
 
     def prepare_get(
         self,
@@ -124,9 +136,15 @@ class AsyncNamespace(Binding):
         self._link.check_usable()
         return GetCall.of(self.layout, keys, out, at, options, deadline=within)
 
-    async def send_get(self, call: GetCall) -> GetResult:
+    def begin_get(self, call: GetCall) -> batches.BegunGet:
+        """The part of `get` that needs no daemon. Any thread."""
+        return batches.begin_get(self, call)
+
+    async def finish_get(self, call: GetCall, begun: batches.BegunGet) -> GetResult:
         """The rest of `get`."""
-        return await batches.get(self, call)
+        if begun.left:
+            await batches.finish_get(self, call, begun)
+        return batches.got(self, call, begun)
 
     async def put(
         self,
@@ -144,7 +162,7 @@ class AsyncNamespace(Binding):
         `durable="nvme"` waits until the pages survive the daemon; `result.durable` is how many do,
         and a page can be stored and not durable (no NVMe tier, no room there, a device that fails).
         `codec=Codec.FP8` packs before sending; a page with numbers that cannot be packed is
-        NONFINITE. The first such put loads torch, see `get`.
+        NONFINITE. The first such put loads what packs, see `get`.
         """
         return await self.send_put(self.prepare_put(keys, pages, at=at, **options))
 

@@ -16,9 +16,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtier.client.buffers import Rows
-from kvtier.client.link import Verify
 from kvtier.client.results import GetColumns
+from kvtier.client.settings import Verify
 from kvtier.core.page import Codec, GetCode, Tier
 from kvtier.packing.checksum import verify_payload
 from kvtier.packing.layout import Layout
@@ -84,6 +87,37 @@ class Reader:
             self._lossy[index] = page.lossy
             self._slots[index] = page.slot
             self._generations[index] = page.generation
+
+    def hit(
+        self,
+        indices: NDArray[np.int64],
+        *,
+        boot_id: int,
+        slots: NDArray[np.uint64],
+        generations: NDArray[np.uint64],
+        lossy: NDArray[np.uint8],
+    ) -> None:
+        """Raw pages of host memory that are in place, with a column for each of the rest."""
+        self._column(self.codes)[indices] = GetCode.HIT
+        self._column(self._tiers)[indices] = Tier.HOST
+        self._column(self._codecs)[indices] = Codec.RAW
+        self._column(self._lossy)[indices] = lossy
+        places = zip(indices.tolist(), slots.tolist(), generations.tolist(), strict=True)
+        for index, slot, generation in places:
+            self._boot_ids[index] = boot_id
+            self._slots[index] = slot
+            self._generations[index] = generation
+
+    def miss(self, indices: NDArray[np.int64]) -> None:
+        self._column(self.codes)[indices] = GetCode.MISS
+
+    @staticmethod
+    def _column(values: bytearray) -> NDArray[np.uint8]:
+        return np.frombuffer(values, np.uint8)
+
+    def forget(self) -> None:
+        """No key has an outcome any more."""
+        self.codes[:] = bytes([GetCode.UNAVAILABLE]) * len(self.keys)
 
     def is_verified(self) -> bool:
         """Whether the next page is to be compared with its sum."""

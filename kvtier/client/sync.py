@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.client import aio
 from kvtier.client.arguments import GetArguments, PutArguments
-from kvtier.client.keys import KeyChain
+from kvtier.client.batches import got
+from kvtier.client.keys import KeyChain, checked_keys
+from kvtier.client.local_attachment import LocalState
 from kvtier.client.namespace import AsyncNamespace
 from kvtier.client.quarantine import Quarantine
 from kvtier.client.results import DeleteResult, GetResult, LookupResult, MoveResult, PutResult
@@ -49,9 +51,12 @@ def connect(
     deadline: float = aio.DEADLINE_S,
     verify: str = "always",
     client_name: str = "",
+    plane: str = "auto",
 ) -> Connection:
     """As `kvtier.aio.connect`, for code without asyncio."""
-    return Connection(aio.connect(url, deadline=deadline, verify=verify, client_name=client_name))
+    return Connection(
+        aio.connect(url, deadline=deadline, verify=verify, client_name=client_name, plane=plane)
+    )
 
 
 def _shut_down(runner: Runner, connection: aio.AsyncConnection) -> None:
@@ -86,6 +91,11 @@ class Connection:
     @property
     def url(self) -> str:
         return self._async.url
+
+    @property
+    def local(self) -> LocalState:
+        """Whether shared memory is read; see AsyncConnection.local."""
+        return self._async.local
 
     def namespace(
         self,
@@ -255,8 +265,12 @@ class Namespace:
     ) -> LookupResult:
         """Which pages are there now. Advice: a page can leave before the get."""
         within = self._connection._within(deadline)
+        known = checked_keys(keys)
+        found = self._async.lookup_here(known)
+        if found is not None:
+            return found
         return self._run(
-            self._async.lookup(keys, session=session, traceparent=traceparent, deadline=within)
+            self._async.lookup(known, session=session, traceparent=traceparent, deadline=within)
         )
 
     def get(
@@ -270,7 +284,10 @@ class Namespace:
         """Pages into `out`, verified there; see AsyncNamespace.get. Only a HIT's bytes count."""
         # In this thread: the current stream of a GPU is this thread's.
         call = self._async.prepare_get(keys, out=out, at=at, **options)
-        return self._run(self._async.send_get(call))
+        begun = self._async.begin_get(call)
+        if not begun.left:
+            return got(self._async, call, begun)
+        return self._run(self._async.finish_get(call, begun))
 
     def put(
         self,

@@ -13,7 +13,8 @@ from contextlib import aclosing, suppress
 from typing import Any, Final, TypeAlias
 
 from kvtier.client.arguments import checked_tier, whole
-from kvtier.client.link import Link, checked_seconds
+from kvtier.client.link import Link
+from kvtier.client.settings import checked_seconds
 from kvtier.core.page import Tier
 from kvtier.errors import ClientClosed, ForkedClient
 from kvtier.transfer.planes.values import VerifyProgress

@@ -23,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvtier.core.page import Tier
+from kvtier.core.page import GetCode, Tier
 
 __all__ = [
     "METRICS",
@@ -91,6 +91,8 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec("kvtier_nvme_checkpoints_total", _C, (), "Checkpoints written."),
     _spec("kvtier_nvme_journal_bytes", _G, (), "Length of the present journal."),
     _spec("kvtier_nvme_recovered", _G, ("what",), "What the start found on NVMe, by kind."),
+    _spec("kvtier_local_clients", _G, (), "Clients attached to the shared memory."),
+    _spec("kvtier_local_unlisted_total", _C, (), "Pages that found no place in the directory."),
     _spec("kvtier_sessions", _G, (), "Client sessions."),
     _spec("kvtier_handles", _G, (), "Namespace handles of all sessions."),
     _spec("kvtier_namespaces", _G, (), "Namespaces known."),
@@ -179,9 +181,15 @@ class Metrics:
             self._sent.inc(payload_bytes)
             self._count("get", codes, self._get_pages)
             for tier, count in hits.items():
-                name = tier.name.lower()
-                self._get_hits.labels(name).inc(count)
-                self._totals[f"hit_{name}"] = self._totals.get(f"hit_{name}", 0) + count
+                self._count_hits(tier, count)
+
+    def local_gets(self, hits: int, misses: int, payload_bytes: int) -> None:
+        """Pages that clients have read in the arena by themselves, or not found there."""
+        if self.is_counting:
+            self._sent.inc(payload_bytes)
+            self._count_code("get", GetCode.HIT.name.lower(), hits, self._get_pages)
+            self._count_code("get", GetCode.MISS.name.lower(), misses, self._get_pages)
+            self._count_hits(Tier.HOST, hits)
 
     def page_totals(self) -> dict[str, int]:
         """Pages by "put_stored", "get_hit", ..., as GetStatus tells them."""
@@ -192,9 +200,19 @@ class Metrics:
         for code in codes:
             counts[code] = counts.get(code, 0) + 1
         for code, count in counts.items():
+            self._count_code(call, code, count, target)
+
+    def _count_code(self, call: str, code: str, count: int, target: Counter) -> None:
+        if count:
             target.labels(code).inc(count)
             name = f"{call}_{code}"
             self._totals[name] = self._totals.get(name, 0) + count
+
+    def _count_hits(self, tier: Tier, count: int) -> None:
+        if count:
+            name = tier.name.lower()
+            self._get_hits.labels(name).inc(count)
+            self._totals[f"hit_{name}"] = self._totals.get(f"hit_{name}", 0) + count
 
 
 class _Readings(Collector):

@@ -24,6 +24,7 @@ from kvtier.core.store import Counters, Store
 from kvtier.daemon.admission import Admission
 from kvtier.daemon.durability import Durability
 from kvtier.daemon.flushing import Unflushed
+from kvtier.daemon.local_plane import LocalPlane
 from kvtier.daemon.metrics import NVME_METRICS, Metrics, Samples
 from kvtier.daemon.nvme import NvmeService
 from kvtier.daemon.nvme_open import NvmeParts
@@ -38,12 +39,9 @@ from kvtier.transfer.mover import MoveCode
 from kvtier.transfer.place import Identity, Place, load
 from kvtier.transfer.place import Verify as VerifyMode
 
-__all__ = ["PLANES", "Node", "NodeState", "Parts"]
+__all__ = ["Node", "NodeState", "Parts"]
 
 log = logging.getLogger(__name__)
-
-#: Planes that this version can serve.
-PLANES = ("grpc",)
 
 _VERIFY = {
     VerifySetting.ALWAYS: VerifyMode.ALWAYS,
@@ -68,6 +66,7 @@ class Parts:
     arena: HostArena
     store: Store
     nvme: NvmeParts | None = None
+    local: LocalPlane | None = None
 
 
 @dataclass(slots=True)
@@ -88,10 +87,13 @@ class Node:
         self.directory = parts.directory
         self.arena = parts.arena
         self.store = parts.store
+        self.local = parts.local
         limits = self.config.limits
         self.state = NodeState.STARTING
         self.started_at = time.monotonic()
         self.listening: list[str] = []
+        #: Path of the local plane's control socket while that plane serves, else empty.
+        self.local_socket = ""
         self.metrics_url = ""
         self.registry = Registry(parts.directory, parts.store, namespaces_max=limits.namespaces_max)
         self.nvme: NvmeService | None = None
@@ -135,6 +137,11 @@ class Node:
     @property
     def verify(self) -> VerifyMode:
         return _VERIFY[self.config.host.verify]
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """Those that serve."""
+        return ("grpc", "local") if self.local_socket else ("grpc",)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
@@ -210,7 +217,7 @@ class Node:
             "kvtier_ready": {(): float(self.state is NodeState.READY)},
             "kvtier_uptime_seconds": {(): self.uptime_s()},
             "kvtier_degraded": {(): len(self.warnings)},
-            "kvtier_plane_active": {(plane,): 1 for plane in PLANES},
+            "kvtier_plane_active": {(plane,): 1 for plane in self.planes},
             "kvtier_rpcs_under_way": {
                 ("call",): self.admission.calls,
                 ("stream",): self.admission.streams,
@@ -232,6 +239,8 @@ class Node:
             "kvtier_slabs_moved_total": {(): counters.slabs_moved},
             "kvtier_tier_bytes": tier_bytes,
             "kvtier_tier_pages": tier_pages,
+            "kvtier_local_clients": {(): self.local.clients if self.local else 0},
+            "kvtier_local_unlisted_total": {(): self.local.pages_unlisted if self.local else 0},
             "kvtier_sessions": {(): len(self.sessions)},
             "kvtier_handles": {(): self.sessions.handle_count},
             "kvtier_namespaces": {(): len(self.registry)},

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtier.config import PAGE_BYTES_PER_INDEX_ENTRY, CodecName, DirectIo, NvmeConfig
 from kvtier.core.slabs import SlabAllocator
 from kvtier.errors import DirectoryError, KvtierError, TierIOError
-from kvtier.packing._torch import load_torch
+from kvtier.packing.fp8 import warm_up
 from kvtier.tiers.direct_file import DirectMode
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.nvme_device import NvmeDevice, open_device
@@ -78,7 +78,7 @@ def prepare(config: NvmeConfig, directory: Path, *, discard_cache: bool = False)
     With `discard_cache` every page that is there is given up first.
     """
     if config.codec is CodecName.FP8:
-        load_torch()  # takes seconds, which no page should wait for
+        warm_up()  # takes seconds, which no page should wait for
     known = load_geometry(directory)
     if known is None:
         known = Geometry(

@@ -181,7 +181,9 @@ class Registry:
 
     def _register(self, family: Family) -> None:
         self._fingerprints[family.number] = family.identity.fingerprint
-        self._store.open_namespace(family.number, family.identity.shard_count)
+        self._store.open_namespace(
+            family.number, family.identity.shard_count, generation=family.generation
+        )
 
     def _end(self, number: int) -> None:
         self._store.end_namespace(number)

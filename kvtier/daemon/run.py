@@ -13,16 +13,19 @@ import secrets
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 from kvtier._version import __version__
-from kvtier.config import PAGE_BYTES_PER_INDEX_ENTRY, process_environment
+from kvtier.config import PAGE_BYTES_PER_INDEX_ENTRY, CodecName, Switch, process_environment
 from kvtier.config_docs import effective_table
+from kvtier.config_kinds import parse_listen
 from kvtier.config_load import CRASH_VARIABLE, DEFAULT_SOURCE, Effective
 from kvtier.core.generations import Generations
 from kvtier.core.page import Tier
 from kvtier.core.policy import POLICIES
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.store import Store, StoreConfig
+from kvtier.daemon.local_plane import LocalPlane
 from kvtier.daemon.logs import setup_logging
 from kvtier.daemon.metrics import Exporter
 from kvtier.daemon.node import Node, Parts
@@ -31,8 +34,10 @@ from kvtier.daemon.nvme_open import prepare
 from kvtier.daemon.process import freeze_heap, tune_allocator
 from kvtier.daemon.selftest import self_test
 from kvtier.daemon.server import Server
-from kvtier.daemon.state import new_boot_id, open_directory
+from kvtier.daemon.sockets import SOCKET_PATH_BYTES_MAX
+from kvtier.daemon.state import LOCAL_SOCKET, new_boot_id, open_directory
 from kvtier.errors import DirectoryError, InvalidConfigValue, KvtierError, NotEnoughMemory
+from kvtier.packing.fp8 import Fp8Backend, backend
 from kvtier.tiers.crash_points import arm_crash_point
 from kvtier.tiers.host import SLAB_BYTES, HostArena
 from kvtier.tiers.memory import MemoryPolicy, check_memory
@@ -104,6 +109,7 @@ async def _serve(effective: Effective, ready_fd: int | None, *, discard_cache: b
             await self_test(node)
             _drain_on_signals(node)
             freeze_heap()
+            _start_local(node, effective)
             node.begin_serving()
             await server.set_serving(True)
             loops += _begin_loops(node)
@@ -142,6 +148,14 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
     if nvme is not None:
         tiers[Tier.NVME] = nvme.allocator()
         tier_pages_max[Tier.NVME] = nvme.pages_max
+    local = None
+    if config.local.plane is Switch.ON:
+        local = LocalPlane(
+            boot_id,
+            pages_max=sum(tier_pages_max.values()),
+            namespaces_max=config.limits.namespaces_max,
+        )
+        stack.callback(local.close)
     store = Store(
         StoreConfig(
             boot_id=boot_id,
@@ -156,6 +170,7 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
             Tier.HOST: POLICIES[config.host.policy.value],
             Tier.NVME: POLICIES[config.nvme.policy.value],
         },
+        listing=local.listing if local is not None else None,
     )
     node = Node(
         Parts(
@@ -165,10 +180,13 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
             arena=arena,
             store=store,
             nvme=nvme,
+            local=local,
         )
     )
     if not_tuned:
         node.warn(not_tuned)
+    if nvme is not None and config.nvme.codec is CodecName.FP8 and backend() is Fp8Backend.TORCH:
+        node.warn("no numba, so torch packs fp8, ten times slower: pip install 'kvtier[fast]'")
     if grant.is_reduced:
         node.warn(f"host tier: {grant.reason}")
     arena.start_populating(lambda slab: store.room.grant(Tier.HOST, slab))
@@ -183,6 +201,36 @@ async def _start_nvme(node: Node) -> None:
     node.durability = await keep_deletes(node.directory.path, node.store, node.registry)
     if node.durability is not None:
         node.warn("nvme.paths is empty, and there are pages on NVMe: they are not served")
+
+
+def _start_local(node: Node, effective: Effective) -> None:
+    """After the self-test, so that nobody reads pages of a daemon that does not work."""
+    if node.local is None:
+        return
+
+    def refuse(reason: str, remedy: str) -> KvtierError:
+        return effective.invalid("local.plane", reason, remedy=remedy)
+
+    path = _local_socket(node)
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        node.warn(f"local plane: {path} is longer than the path of a socket may be")
+        return
+    node.local_socket = node.local.start(
+        path,
+        node.arena,
+        node.store,
+        node.metrics,
+        clients_max=node.config.limits.sessions_max,
+        refuse=refuse,
+    )
+
+
+def _local_socket(node: Node) -> Path:
+    """Beside the first unix socket, so that it lies where sockets do; else in the directory."""
+    for text in node.config.daemon.listen:
+        if (path := parse_listen(text).path) is not None:
+            return path.with_name(path.name + ".local")
+    return node.directory.path / LOCAL_SOCKET
 
 
 async def _first_slab(node: Node) -> None:

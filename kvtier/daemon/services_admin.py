@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvtier._version import __version__
 from kvtier.core.page import Tier
-from kvtier.daemon.node import PLANES, Node, NodeState
+from kvtier.daemon.node import Node, NodeState
 from kvtier.daemon.services_quarantine import (
     clear_quarantine,
     list_quarantine,
@@ -45,7 +45,8 @@ class AdminService:
             record_version=RECORD_VERSION,
             tiers=[_tier(tier) for tier in node.store.status()],
             codecs=[cast("page_pb2.Codec", int(codec)) for codec in node.codecs],
-            planes=PLANES,
+            planes=node.planes,
+            local_socket=node.local_socket,
             page_bytes_max=node.page_bytes_max,
             keys_per_call_max=limits.keys_per_call_max,
             pages_per_put_max=limits.pages_per_put_max,
@@ -75,7 +76,7 @@ class AdminService:
             namespaces=_namespaces(node),
             sessions=_sessions(node),
             counters={**asdict(node.counters()), **node.metrics.page_totals()},
-            planes=PLANES if node.state is not NodeState.STARTING else (),
+            planes=node.planes if node.state is not NodeState.STARTING else (),
             warnings=node.warnings,
             devices=_devices(node),
         )

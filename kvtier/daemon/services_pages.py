@@ -103,6 +103,7 @@ class PagesService:
             raw_bytes=layout.raw_bytes,
             fp8_bytes=layout.fp8_bytes,
             session_ttl_ms=round(node.config.limits.session_ttl_s * 1000),
+            namespace_number=family.number,
         )
 
     async def lookup(self, request: pb.LookupRequest, _context: Context) -> pb.LookupResponse:

@@ -18,10 +18,13 @@ from pathlib import Path
 
 from kvtier.errors import KvtierError
 
-__all__ = ["Refuse", "check_tcp_free", "claimed_socket"]
+__all__ = ["SOCKET_PATH_BYTES_MAX", "Refuse", "check_tcp_free", "claimed_socket"]
 
 #: Makes the error to raise from (reason, remedy): about the configured address.
 Refuse = Callable[[str, str], KvtierError]
+
+#: What the kernel's sockaddr_un holds.
+SOCKET_PATH_BYTES_MAX = 107
 
 _PROBE_S = 2.0
 _LOCK_WAIT_S = 5.0

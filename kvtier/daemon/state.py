@@ -25,7 +25,7 @@ import msgpack
 from kvtier.errors import DirectoryError
 from kvtier.tiers.sealed_file import TEMPORARY_SUFFIX, read_sealed, write_sealed
 
-__all__ = ["FORMAT_VERSION", "DaemonDirectory", "new_boot_id", "open_directory"]
+__all__ = ["FORMAT_VERSION", "LOCAL_SOCKET", "DaemonDirectory", "new_boot_id", "open_directory"]
 
 #: 2: there may be an NVMe tier. A directory of version 1 is taken over.
 FORMAT_VERSION = 2
@@ -35,7 +35,9 @@ _FORMAT = "format"
 _GENERATIONS = "generations"
 _NAMESPACES = "namespaces"
 _LOCK = "lock"
-_OURS = frozenset((_FORMAT, _GENERATIONS, _NAMESPACES, _LOCK))
+#: The local plane's, which a daemon that was killed leaves behind.
+LOCAL_SOCKET = "local.sock"
+_OURS = frozenset((_FORMAT, _GENERATIONS, _NAMESPACES, _LOCK, LOCAL_SOCKET))
 _OURS_OF_NVME = re.compile(r"(geometry|checkpoint(\.old)?|journal-\d{10})(\.tmp)?")
 
 

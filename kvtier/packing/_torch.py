@@ -23,13 +23,13 @@ def load_torch() -> ModuleType:
     try:
         import torch
     except ImportError as error:
-        raise MissingExtra(
-            "packing and unpacking fp8 pages needs torch", remedy="pip install torch"
-        ) from error
+        raise MissingExtra("torch is not installed", remedy="pip install torch") from error
     return torch
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether `value` is a torch tensor, without loading torch to find out."""
-    module = sys.modules.get("torch")
-    return module is not None and isinstance(value, module.Tensor)
+    """Whether `value` is a torch tensor, without loading torch to find out. While another thread
+    loads it there are no tensors yet.
+    """
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    return kind is not None and isinstance(value, kind)

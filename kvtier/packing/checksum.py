@@ -25,9 +25,12 @@ The bound block, 128 bytes, little-endian:
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvtier.core.page import KEY_BYTES, SUM_BYTES, Codec
 from kvtier.errors import KeyLengthError, PageSizeError
@@ -35,11 +38,22 @@ from kvtier.errors import KeyLengthError, PageSizeError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["bind_sum", "header_sum", "payload_digest", "payload_sum", "verify_payload"]
+__all__ = [
+    "DIGEST_WORD",
+    "bind_sum",
+    "bound_blocks",
+    "header_sum",
+    "payload_digest",
+    "payload_sum",
+    "verify_payload",
+]
 
 _BOUND: Final = struct.Struct("<8s32s32sQQII16s16x")
 _MAGIC: Final = b"kvt-sum1"
 _FINGERPRINT_BYTES: Final = 32
+_BLOCK_WORDS: Final = 16
+#: Where in the bound block the payload digest begins, in words of 8 bytes.
+DIGEST_WORD: Final = 12
 
 
 def payload_digest(buffer: Buffer) -> bytes:
@@ -72,6 +86,36 @@ def bind_sum(
         _MAGIC, fingerprint, key, namespace_generation, length, shard, codec, digest
     )
     return xxhash.xxh3_128_digest(block)
+
+
+def bound_blocks(
+    keys: Sequence[bytes],
+    *,
+    fingerprint: bytes,
+    namespace_generation: int,
+    shard: int,
+    codec: Codec,
+    length: int,
+) -> NDArray[np.uint64]:
+    """The bound blocks of many pages without their digests, shape (n, 16): words of 8 bytes.
+
+    Raises KeyLengthError.
+    """
+    joined = b"".join(keys)
+    if len(joined) != KEY_BYTES * len(keys):
+        raise KeyLengthError(
+            f"{len(keys)} keys have {len(joined)} bytes together",
+            remedy=f"keys are the {KEY_BYTES} bytes of a chain hash",
+        )
+    assert len(fingerprint) == _FINGERPRINT_BYTES, "fingerprint"
+    nothing = bytes(KEY_BYTES)
+    block = _BOUND.pack(
+        _MAGIC, fingerprint, nothing, namespace_generation, length, shard, codec, bytes(SUM_BYTES)
+    )
+    blocks = np.empty((len(keys), _BLOCK_WORDS), np.uint64)
+    blocks[:] = np.frombuffer(block, np.uint64)
+    blocks[:, 5:9] = np.frombuffer(joined, np.uint64).reshape(-1, 4)
+    return blocks
 
 
 def payload_sum(

@@ -36,6 +36,7 @@ _CODES: Final[dict[type[KvtierError], grpc.StatusCode]] = {
     errors.LayoutError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.LimitExceeded: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ChunkError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidFrame: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnknownHandle: grpc.StatusCode.NOT_FOUND,
     errors.UnknownNamespace: grpc.StatusCode.NOT_FOUND,
     errors.GenerationConflict: grpc.StatusCode.ABORTED,

@@ -12,7 +12,7 @@ class GetCapabilitiesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("version", "record_version", "tiers", "codecs", "planes", "page_bytes_max", "keys_per_call_max", "pages_per_put_max", "bytes_per_call_max", "message_bytes_max", "chunk_bytes", "lease_ms_default", "lease_ms_max", "session_ttl_ms", "sessions_max", "namespaces_max", "methods")
+    __slots__ = ("version", "record_version", "tiers", "codecs", "planes", "page_bytes_max", "keys_per_call_max", "pages_per_put_max", "bytes_per_call_max", "message_bytes_max", "chunk_bytes", "lease_ms_default", "lease_ms_max", "session_ttl_ms", "sessions_max", "namespaces_max", "methods", "local_socket")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RECORD_VERSION_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class GetCapabilitiesResponse(_message.Message):
     SESSIONS_MAX_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_MAX_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_SOCKET_FIELD_NUMBER: _ClassVar[int]
     version: str
     record_version: int
     tiers: _containers.RepeatedScalarFieldContainer[_page_pb2.Tier]
@@ -47,7 +48,8 @@ class GetCapabilitiesResponse(_message.Message):
     sessions_max: int
     namespaces_max: int
     methods: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., record_version: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_page_pb2.Tier, str]]] = ..., codecs: _Optional[_Iterable[_Union[_page_pb2.Codec, str]]] = ..., planes: _Optional[_Iterable[str]] = ..., page_bytes_max: _Optional[int] = ..., keys_per_call_max: _Optional[int] = ..., pages_per_put_max: _Optional[int] = ..., bytes_per_call_max: _Optional[int] = ..., message_bytes_max: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., lease_ms_default: _Optional[int] = ..., lease_ms_max: _Optional[int] = ..., session_ttl_ms: _Optional[int] = ..., sessions_max: _Optional[int] = ..., namespaces_max: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ...) -> None: ...
+    local_socket: str
+    def __init__(self, version: _Optional[str] = ..., record_version: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_page_pb2.Tier, str]]] = ..., codecs: _Optional[_Iterable[_Union[_page_pb2.Codec, str]]] = ..., planes: _Optional[_Iterable[str]] = ..., page_bytes_max: _Optional[int] = ..., keys_per_call_max: _Optional[int] = ..., pages_per_put_max: _Optional[int] = ..., bytes_per_call_max: _Optional[int] = ..., message_bytes_max: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., lease_ms_default: _Optional[int] = ..., lease_ms_max: _Optional[int] = ..., session_ttl_ms: _Optional[int] = ..., sessions_max: _Optional[int] = ..., namespaces_max: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., local_socket: _Optional[str] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -43,7 +43,7 @@ class OpenNamespaceRequest(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., tenant: _Optional[str] = ..., salt: _Optional[bytes] = ..., layout: _Optional[_Union[_page_pb2.Layout, _Mapping]] = ..., shard: _Optional[_Union[_page_pb2.Shard, _Mapping]] = ..., client_name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class OpenNamespaceResponse(_message.Message):
-    __slots__ = ("session_id", "handle", "boot_id", "fingerprint", "generation", "raw_bytes", "fp8_bytes", "session_ttl_ms")
+    __slots__ = ("session_id", "handle", "boot_id", "fingerprint", "generation", "raw_bytes", "fp8_bytes", "session_ttl_ms", "namespace_number")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class OpenNamespaceResponse(_message.Message):
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     FP8_BYTES_FIELD_NUMBER: _ClassVar[int]
     SESSION_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     handle: int
     boot_id: int
@@ -60,7 +61,8 @@ class OpenNamespaceResponse(_message.Message):
     raw_bytes: int
     fp8_bytes: int
     session_ttl_ms: int
-    def __init__(self, session_id: _Optional[int] = ..., handle: _Optional[int] = ..., boot_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., generation: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., fp8_bytes: _Optional[int] = ..., session_ttl_ms: _Optional[int] = ...) -> None: ...
+    namespace_number: int
+    def __init__(self, session_id: _Optional[int] = ..., handle: _Optional[int] = ..., boot_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., generation: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., fp8_bytes: _Optional[int] = ..., session_ttl_ms: _Optional[int] = ..., namespace_number: _Optional[int] = ...) -> None: ...
 
 class CallHints(_message.Message):
     __slots__ = ("session", "ttl_ms", "priority", "traceparent")

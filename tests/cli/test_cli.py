@@ -316,8 +316,9 @@ def test_doctor(kvtier, daemon, tmp_path):
     result = kvtier("doctor", *words, "--json")
     findings = {item["check"]: item for item in json.loads(result.stdout)}
     assert result.returncode == 0, result.stdout
-    expected = {"python", "torch", "prometheus_client", "memfd", "populate", "hugepages", "memory",
-                "/dev/shm", "open files", "directory", "daemon", "clock", "nvme"}  # fmt: skip
+    expected = {"python", "torch", "numba", "prometheus_client", "memfd", "populate", "hugepages",
+                "memory", "/dev/shm", "open files", "directory", "daemon", "clock",
+                "nvme"}  # fmt: skip
     assert set(findings) == expected
     for item in findings.values():
         assert item["grade"] in ("ok", "warn", "fail")

@@ -12,6 +12,7 @@ import pytest
 import kvtier
 from kvtier.testing.daemon_process import DaemonProcess
 from tests.client.fake_daemon import FakeDaemon
+from tests.client.local_rig import NBYTES, attached, opaque
 
 
 @pytest.fixture
@@ -76,3 +77,18 @@ def make_pages(layout):
         return [data[at : at + size] for at in range(0, len(data), size)]
 
     return make
+
+
+@pytest.fixture
+def local_kv(process):
+    """A connection to a real daemon, whose shared memory it reads once a namespace is open."""
+    with kvtier.connect(process.url, deadline=10) as connection:
+        yield connection
+
+
+@pytest.fixture
+def local_ns(local_kv):
+    """Pages of local_rig.NBYTES; shared memory is read."""
+    opened = local_kv.namespace(opaque(NBYTES))
+    attached(local_kv)
+    return opened

@@ -58,7 +58,8 @@ def connect() -> Iterator[Callable[..., kvtier.client.Connection]]:
     made = []
 
     def open_one(daemon: DaemonProcess, *, deadline: float = 10.0):
-        connection = kvtier.connect(daemon.url, deadline=deadline)
+        # What these tests watch is the daemon; the local plane has tests of its own.
+        connection = kvtier.connect(daemon.url, deadline=deadline, plane="grpc")
         made.append(connection)
         return connection
 

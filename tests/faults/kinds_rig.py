@@ -241,7 +241,8 @@ async def running(base: Path, *settings: str) -> AsyncIterator[Running]:
         serving.result()
     node, url = made["node"], values["daemon.listen"]
     try:
-        async with kvtier.aio.connect(url, deadline=DEADLINE_S) as kv:
+        # What these tests watch is the daemon; the local plane has tests of its own.
+        async with kvtier.aio.connect(url, deadline=DEADLINE_S, plane="grpc") as kv:
             daemon = Running(node=node, disk=made["disk"], kv=kv, base=base, url=url)
             yield daemon
     finally:

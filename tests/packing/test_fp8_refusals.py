@@ -12,8 +12,9 @@ from packing_samples import family, layout, one_head, segment
 
 from kvtier.core.page import Codec
 from kvtier.errors import LayoutError, MissingExtra, NonFinite, PageSizeError
+from kvtier.packing import fp8_backend
 from kvtier.packing.codec import decode, encode
-from kvtier.packing.fp8 import check_payload, pack, unpack
+from kvtier.packing.fp8 import Fp8Backend, backend, check_payload, pack, unpack
 from kvtier.packing.layout import Role, ScaleRule, Shard
 
 PAGE = layout()
@@ -234,6 +235,11 @@ def test_without_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     check_payload(PAGE, PAYLOAD)
     assert encode(Codec.RAW, PAGE, RAW).tobytes() == RAW
+    assert backend() is Fp8Backend.NUMBA
+    assert pack(PAGE, RAW).tobytes() == PAYLOAD
+    assert unpack(PAGE, PAYLOAD).nbytes == len(RAW)
+    # Nor numba: nothing can pack.
+    monkeypatch.setattr(fp8_backend, "compiled", lambda device: None)
     for call, data in ((pack, RAW), (unpack, PAYLOAD)):
         with pytest.raises(MissingExtra) as caught:
             call(PAGE, data)

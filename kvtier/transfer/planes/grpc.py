@@ -96,6 +96,7 @@ class GrpcPlane:
             generation=answer.generation,
             raw_bytes=answer.raw_bytes,
             fp8_bytes=answer.fp8_bytes,
+            namespace_number=answer.namespace_number,
         )
 
     async def close_session(self, session_id: int, deadline: Deadline) -> None:

@@ -43,6 +43,7 @@ def capabilities_from_proto(answer: pb.GetCapabilitiesResponse) -> Capabilities:
         tiers=_known(Tier, answer.tiers),
         codecs=_known(Codec, answer.codecs),
         planes=tuple(answer.planes),
+        local_socket=answer.local_socket,
         page_bytes_max=answer.page_bytes_max,
         keys_per_call_max=answer.keys_per_call_max,
         pages_per_put_max=answer.pages_per_put_max,

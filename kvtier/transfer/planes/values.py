@@ -66,7 +66,10 @@ class NamespaceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedNamespace:
-    """A handle, bound for life to this boot and this namespace generation."""
+    """A handle, bound for life to this boot and this namespace generation.
+
+    `namespace_number` is what the local plane's directory calls the two; 0: the daemon has none.
+    """
 
     session_id: int
     handle: int
@@ -75,6 +78,7 @@ class OpenedNamespace:
     generation: int
     raw_bytes: int
     fp8_bytes: int
+    namespace_number: int = 0
 
 
 class LookupReply(NamedTuple):
@@ -220,6 +224,7 @@ class Capabilities:
     sessions_max: int
     namespaces_max: int
     methods: tuple[str, ...]
+    local_socket: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

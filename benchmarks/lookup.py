@@ -1,0 +1,193 @@
+"""Lookups in the directory of the local plane: a million entries, from a list of key bytes.
+
+    python -m benchmarks.lookup [--json FILE] [--entries 1000000] [--rounds 41]
+
+The reader's map is its own, read-only and touched before, as in a client that has run for a while.
+The work of Python (joining the keys, making the arrays) is in the time. `same` asks the same keys
+again and again, as an engine does whose prompts grow; `other` takes other keys every round, at
+random places of the whole table, so that every entry comes from memory, which says as much about
+the machine as about the table: the reference beside it is a compiled loop that reads 128 bytes at
+as many random places. A tenth of the keys are not in the table. Medians, best and 95th percentile
+of the rounds. The owner's cost is that of batches of 32, encoded ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from benchmarks.common import median, report
+from kvtier.core.page import Codec, PageMeta, PageRef, Tier
+from kvtier.transfer.local.directory import Directory
+from kvtier.transfer.local.entry import encode_entries, encode_entry, identities
+from kvtier.transfer.local.loading import load_compiled, load_kernels
+from kvtier.transfer.local.lookup import DirectoryView
+from kvtier.transfer.local.protocol import Kernels
+from kvtier.transfer.local.vectors import NumpyKernels
+
+SEED = 19
+BOOT_ID = 23
+NAMESPACE, SHARD = 5, 0
+BATCH = 32
+#: Keys a call -> microseconds to reach.
+TO_REACH = {1: 5.0, 1_000: 30.0, 16_000: 1_000.0}
+
+
+def filled(keys: list[bytes]) -> Directory:
+    """A directory with an entry for each key, all of its memory taken."""
+    directory = Directory(
+        pages_max=len(keys),
+        namespaces_max=64,
+        boot_id=BOOT_ID,
+        hash_seed=random.Random(SEED).getrandbits(64),
+    )
+    directory.populate(lambda: True)
+    directory.set_namespace(NAMESPACE, 1)
+    for start in range(0, len(keys), 4096):
+        directory.put_many(rows_of(keys[start : start + 4096], start + 1))
+    return directory
+
+
+def rows_of(keys: list[bytes], generation: int) -> np.ndarray:
+    return encode_entries(
+        [
+            encode_entry(
+                PageRef(BOOT_ID, Tier.HOST, number, number),
+                PageMeta(key=key, length=2 << 20, codec=Codec.RAW, payload_sum=key[:16]),
+                namespace=NAMESPACE,
+                shard=SHARD,
+            )
+            for number, key in enumerate(keys, generation)
+        ]
+    )
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return (time.perf_counter() - started) * 1e6
+
+
+def row_of(what: str, times: list[float], to_reach: float | None = None) -> dict[str, object]:
+    middle = median(times)
+    return {
+        "what": what,
+        "median us": middle,
+        "best us": min(times),
+        "p95 us": sorted(times)[int(0.95 * (len(times) - 1))],
+        "to reach": to_reach or "",
+        "reached": "" if to_reach is None else "yes" if middle <= to_reach else "no",
+    }
+
+
+def drawn(draw: random.Random, keys: list[bytes], count: int) -> list[bytes]:
+    """Keys as a caller has just made them: nine of ten are in the table."""
+    asked = draw.sample(keys, count)
+    return [bytes(bytearray(key)) if draw.random() < 0.9 else draw.randbytes(32) for key in asked]
+
+
+def lookups(
+    directory: Directory, keys: list[bytes], kernels: Kernels, rounds: int
+) -> list[dict[str, object]]:
+    draw = random.Random(SEED)
+    rows = []
+    with DirectoryView(directory.fd, boot_id=BOOT_ID, kernels=kernels) as view:
+        view.lookup(keys, namespace=NAMESPACE, shard=SHARD)  # touches every page of the map
+        for count, to_reach in TO_REACH.items():
+            look = partial(view.lookup, namespace=NAMESPACE, shard=SHARD)
+            brief = partial(look, with_entries=False)
+            asked = drawn(draw, keys, count)
+            times: dict[str, list[float]] = {}
+            for _ in range(rounds * (10 if count == 1 else 1)):
+                other = drawn(draw, keys, count)
+                times.setdefault("other", []).append(timed(partial(look, other)))
+                other = drawn(draw, keys, count)
+                times.setdefault("other, without entries", []).append(timed(partial(brief, other)))
+            for _ in range(rounds * 4):
+                times.setdefault("same", []).append(timed(partial(look, asked)))
+                times.setdefault("same, without entries", []).append(timed(partial(brief, asked)))
+            bound = to_reach if kernels.name == "numba" else None
+            rows += [
+                row_of(f"{kernels.name}: {count} keys, {which}", found[1:], bound)
+                for which, found in times.items()
+            ]
+        found = view.lookup(drawn(draw, keys, 1000), namespace=NAMESPACE, shard=SHARD)
+        times_ = [timed(partial(view.recheck, found)) for _ in range(4 * rounds)]
+        rows.append(row_of(f"{kernels.name}: recheck of 1000 entries, same", times_))
+    return rows
+
+
+def reference(directory: Directory, rounds: int) -> list[dict[str, object]]:
+    """Reads of 128 bytes at random places of memory as large as the table, compiled."""
+    import numba
+
+    @numba.njit  # type: ignore[misc]
+    def gather(words, places, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        for i in range(len(places)):
+            for word in range(16):
+                out[i, word] = words[places[i], word]
+
+    words = np.ones((directory.header.entries, 16), np.uint64)
+    draw = np.random.default_rng(SEED)
+    rows = []
+    for count in (1_000, 16_000):
+        out = np.ones((count, 16), np.uint64)
+        times = []
+        for _ in range(rounds):
+            places = draw.integers(0, len(words), count)
+            times.append(timed(partial(gather, words, places, out)))
+        rows.append(row_of(f"reference: {count} random reads of 128 bytes", times[1:]))
+    return rows
+
+
+def owner(directory: Directory, rounds: int) -> list[dict[str, object]]:
+    """Puts of new pages and their removal, so that the load stays."""
+    draw = random.Random(SEED + 1)
+    puts, removals, encodings = [], [], []
+    generation = 1 << 40
+    for _ in range(10 * rounds):
+        fresh = [draw.randbytes(32) for _ in range(BATCH)]
+        generation += BATCH
+        encodings.append(timed(partial(rows_of, fresh, generation)) / BATCH)
+        rows = rows_of(fresh, generation)
+        names = identities(fresh, namespaces=NAMESPACE, shards=SHARD, generations=rows[:, 5])
+        puts.append(timed(partial(directory.put_many, rows)) / BATCH)
+        removals.append(timed(partial(directory.remove_many, names)) / BATCH)
+    return [
+        row_of(f"{directory.kernels}: owner, encode one entry", encodings),
+        row_of(f"{directory.kernels}: owner, put one of 32", puts),
+        row_of(f"{directory.kernels}: owner, remove one of 32", removals),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--entries", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    first_us = timed(load_kernels)
+    draw = random.Random(SEED)
+    keys = [draw.randbytes(32) for _ in range(arguments.entries)]
+    with filled(keys) as directory:
+        rows = [row_of("load the implementation, once a process", [first_us])]
+        if load_kernels().name == "numba":
+            rows += lookups(directory, keys, load_compiled(), arguments.rounds)
+            rows += reference(directory, arguments.rounds)
+        rows += owner(directory, arguments.rounds)
+        rows += lookups(directory, keys, NumpyKernels(), 5)
+        load = directory.pages / directory.header.entries
+        report(f"Directory lookups, {len(keys)} entries at load {load:.2f}", rows, arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""One get by the shared directory: copied into the caller's memory and verified there.
+
+Order for each page: entry -> copy and sum in one pass -> namespace. Every page is verified,
+whatever the connection's `verify` says: it costs next to nothing here, and without it a copy that
+was written anew while it was read would go unnoticed. A copy that passed its sum is the page that
+was there when the get began, whatever has become of the entry since. One that failed is looked at
+once more if its entry has changed, and left to the daemon if not: that finds out whether the page
+is damaged, and tries the next tier.
+
+A LocalGet belongs to one call and one thread.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.client.buffers import address_of
+from kvtier.client.local_link import LocalLink
+from kvtier.client.reading import GetOptions, Reader
+from kvtier.core.page import Codec
+from kvtier.packing.checksum import bound_blocks
+from kvtier.packing.record import HEADER_BYTES
+from kvtier.transfer.local.entry import LENGTH_BYTES_MAX, entry_fits
+from kvtier.transfer.local.protocol import DOUBT, Found
+from kvtier.transfer.planes.values import OpenedNamespace
+
+__all__ = ["LocalGet"]
+
+_SLOT_BYTES: Final = 4096
+_TRIES: Final = 2
+_SLOT_WORD, _PACKED_WORD, _GENERATION_WORD = 6, 7, 5
+_SUM_WORDS: Final = slice(8, 10)
+
+
+class LocalGet:
+    """`left` are the indices that only the daemon can answer; all others have their outcome."""
+
+    def __init__(
+        self, link: LocalLink, reader: Reader, options: GetOptions, opened: OpenedNamespace
+    ) -> None:
+        self._link = link
+        self._reader = reader
+        self._options = options
+        self._opened = opened
+        self.left: set[int] = set()
+        self.read: list[int] = []
+        self.raced = 0
+        self.sums_failed = 0
+        self.in_doubt = 0
+
+    def run(self) -> None:
+        """Raises ClientClosed when the link ends meanwhile."""
+        todo = np.arange(len(self._reader.keys))
+        if Codec.RAW not in self._options.accept:
+            self.left.update(todo.tolist())
+            return
+        for _ in range(_TRIES):
+            if len(todo):
+                todo = self._look(todo)
+        self.left.update(todo.tolist())
+
+    def _look(self, todo: NDArray[np.int64]) -> NDArray[np.int64]:
+        """One look at the pages of `todo`; those to look at once more."""
+        reader, view = self._reader, self._link.view
+        found = view.lookup(
+            [reader.keys[index] for index in todo.tolist()],
+            namespace=self._opened.namespace_number,
+            shard=reader.layout.shard.index,
+        )
+        is_doubt = found.codes == DOUBT
+        self.in_doubt += int(np.count_nonzero(is_doubt))
+        is_ours = self._readable(found)
+        self.left.update(todo[(found.hits & ~is_ours) | is_doubt].tolist())
+        reader.miss(todo[~found.hits & ~is_doubt])
+        rows = np.flatnonzero(is_ours)
+        passed = self._copy(todo, rows, found)
+        self._settle(todo, rows[passed], found)
+        failed = rows[~passed]
+        if not len(failed):
+            return failed
+        self.sums_failed += len(failed)
+        is_same = view.recheck(found)[failed]
+        self.left.update(todo[failed[is_same]].tolist())
+        again = todo[failed[~is_same]]
+        self.raced += len(again)
+        return again
+
+    def _readable(self, found: Found) -> NDArray[np.bool_]:
+        """Which entries are of raw pages of this layout in the arena."""
+        layout, entries = self._reader.layout, found.entries
+        packed = entries[:, _PACKED_WORD]
+        readable = found.hits & entry_fits(entries, len(self._link.arena))
+        readable &= (packed & np.uint64(LENGTH_BYTES_MAX)) == np.uint64(layout.raw_bytes)
+        readable &= (packed >> np.uint64(48)) & np.uint64(0xFF) == np.uint64(Codec.RAW)
+        if not self._options.lossy_ok:
+            readable &= packed >> np.uint64(56) == np.uint64(0)
+        return readable
+
+    def _copy(
+        self, todo: NDArray[np.int64], rows: NDArray[np.int64], found: Found
+    ) -> NDArray[np.bool_]:
+        """Copies the pages of `rows` of `found` to where they are wanted; which are whole there."""
+        reader, link, nbytes = self._reader, self._link, self._reader.layout.raw_bytes
+        entries = found.entries[rows]
+        indices = todo[rows].tolist()
+        blocks = bound_blocks(
+            [reader.keys[index] for index in indices],
+            fingerprint=self._opened.fingerprint,
+            namespace_generation=self._opened.generation,
+            shard=reader.layout.shard.index,
+            codec=Codec.RAW,
+            length=nbytes,
+        )
+        sources = entries[:, _SLOT_WORD].astype(np.int64) * _SLOT_BYTES
+        sources += link.arena_address + HEADER_BYTES
+        # What has no place of its own in host memory goes through a copy.
+        passing: dict[int, memoryview] = {}
+        targets = np.empty(len(rows), np.int64)
+        for at, index in enumerate(indices):
+            address = reader.rows.address(index)
+            if address is None:
+                passing[at] = memoryview(bytearray(nbytes))
+                address = address_of(passing[at])
+            targets[at] = address
+        made = link.summer.copy(sources, targets, nbytes, blocks).view(np.uint64)
+        passed: NDArray[np.bool_] = (made == entries[:, _SUM_WORDS]).all(axis=1)
+        for at, copy in passing.items():
+            if passed[at]:
+                reader.rows.store(indices[at], copy)
+        return passed
+
+    def _settle(self, todo: NDArray[np.int64], rows: NDArray[np.int64], found: Found) -> None:
+        entries, indices = found.entries[rows], todo[rows]
+        self._reader.hit(
+            indices,
+            boot_id=self._opened.boot_id,
+            slots=entries[:, _SLOT_WORD],
+            generations=entries[:, _GENERATION_WORD],
+            lossy=(entries[:, _PACKED_WORD] >> np.uint64(56)).astype(np.uint8),
+        )
+        self.read += indices.tolist()

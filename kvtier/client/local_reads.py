@@ -1,0 +1,131 @@
+"""Lookups and gets by the shared directory: no round trip, no other thread.
+
+What can be answered here is answered here: misses, and raw pages of host memory. All else is left
+to the daemon: pages of lower tiers and packed ones, keys in doubt, copies that failed their sum, an
+ended namespace. A lookup or get that begins after a bump, delete or condemn was answered finds
+nothing of it, because the directory changes before the answer.
+
+Any thread, several at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from kvtier.client.local_get import LocalGet
+from kvtier.client.local_link import LocalLink
+from kvtier.client.reading import GetOptions, Reader
+from kvtier.core.page import GetCode
+from kvtier.errors import ClientClosed
+from kvtier.packing.layout import Layout
+from kvtier.transfer.local.protocol import DOUBT
+from kvtier.transfer.planes.values import LookupReply, OpenedNamespace
+
+__all__ = ["LocalCounts", "LocalReads"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCounts:
+    """What was answered without the daemon, and every kind of doubt."""
+
+    #: Keys of lookups.
+    lookups: int = 0
+    #: Pages of gets.
+    hits: int = 0
+    misses: int = 0
+    #: Pages that changed while they were read, and were read once more.
+    raced: int = 0
+    #: Copies whose bytes failed their sum.
+    sums_failed: int = 0
+    #: Keys that only the daemon could answer: of another tier or codec, in doubt, after an end.
+    left: int = 0
+
+    def __add__(self, other: LocalCounts) -> LocalCounts:
+        return LocalCounts(
+            **{
+                item.name: getattr(self, item.name) + getattr(other, item.name)
+                for item in fields(self)
+            }
+        )
+
+
+class LocalReads:
+    """`tell_soon` has `link.tell` called within a second."""
+
+    def __init__(self, link: LocalLink, tell_soon: Callable[[], None]) -> None:
+        self.link = link
+        self._tell_soon = tell_soon
+        self._lock = threading.Lock()
+        self._totals = dict.fromkeys((item.name for item in fields(LocalCounts)), 0)
+
+    @property
+    def counts(self) -> LocalCounts:
+        with self._lock:
+            return LocalCounts(**self._totals)
+
+    def lookup(
+        self, layout: Layout, opened: OpenedNamespace, keys: Sequence[bytes]
+    ) -> LookupReply | None:
+        """None: only the daemon can say. HIT needs every shard, as the daemon's lookup does."""
+        shard, number = layout.shard, opened.namespace_number
+        view = self.link.view
+        try:
+            found = view.lookup(keys, namespace=number, shard=shard.index)
+            codes = found.codes.copy()
+            is_hit = found.hits
+            for other in range(layout.shard_count):
+                if other != shard.index:
+                    there = view.lookup(keys, namespace=number, shard=other)
+                    codes = np.maximum(codes, there.codes)
+                    is_hit &= there.hits
+            is_current = view.namespace_is_current(number, opened.generation)
+        except ClientClosed:
+            return None
+        if not is_current or bool((codes == DOUBT).any()) or not self.link.is_alive():
+            self._count(left=len(keys))
+            return None
+        hits = int(np.count_nonzero(is_hit))
+        self._count(lookups=len(keys))
+        if self.link.note_lookup(number, shard.index, hits=hits, misses=len(keys) - hits):
+            self._tell_soon()
+        answers = np.where(is_hit, np.uint8(GetCode.HIT), np.uint8(GetCode.MISS))
+        tiers = (found.entries[:, 4] >> np.uint64(48)).astype(np.uint8) * is_hit
+        return LookupReply(answers.tobytes(), tiers.tobytes())
+
+    def get(self, reader: Reader, options: GetOptions, opened: OpenedNamespace) -> list[int]:
+        """Gives pages their outcome; the indices that are left to the daemon."""
+        number, count = opened.namespace_number, len(reader.keys)
+        local = LocalGet(self.link, reader, options, opened)
+        try:
+            local.run()
+            is_valid = self.link.view.namespace_is_current(number, opened.generation)
+        except ClientClosed:
+            is_valid = False
+        # Looked at last: what a daemon that has ended since has said counts for nothing.
+        if not is_valid or not self.link.is_alive():
+            reader.forget()
+            self._count(left=count)
+            return list(range(count))
+        misses = count - len(local.read) - len(local.left)
+        self._count(
+            hits=len(local.read),
+            misses=misses,
+            raced=local.raced,
+            sums_failed=local.sums_failed,
+            left=len(local.left),
+        )
+        keys = [reader.keys[index] for index in sorted(local.read)]
+        nbytes = len(keys) * reader.layout.raw_bytes
+        shard = reader.layout.shard.index
+        if self.link.note_get(number, shard, keys, nbytes=nbytes, misses=misses):
+            self._tell_soon()
+        return sorted(local.left)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, count in more.items():
+                self._totals[name] += count

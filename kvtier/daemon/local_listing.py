@@ -1,0 +1,73 @@
+"""The store's pages in the shared directory.
+
+Called under the store's lock. The directory is written with numpy alone until somebody reads it:
+the compiled loops cost half a second of processor time when they are loaded, which a daemon without
+local clients need not spend.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvtier.core.listing import Listed, ListedMany
+from kvtier.core.page import Codec, PageMeta, PageRef, Tier
+from kvtier.errors import LimitExceeded
+from kvtier.transfer.local.directory import Directory
+from kvtier.transfer.local.entry import encode_columns, encode_entries, encode_entry, identities
+
+__all__ = ["DirectoryListing"]
+
+log = logging.getLogger(__name__)
+
+
+class DirectoryListing:
+    """A core.listing.Listing over `directory`. A page that finds no place there is one that local
+    clients have to ask the daemon for.
+    """
+
+    def __init__(self, directory: Directory, boot_id: int) -> None:
+        self._directory = directory
+        self._boot_id = boot_id
+
+    def put(self, page: Listed) -> None:
+        ref = PageRef(self._boot_id, Tier(page.tier), page.slot, page.generation)
+        meta = PageMeta(
+            key=page.key,
+            length=page.length,
+            codec=Codec(page.codec),
+            payload_sum=page.payload_sum,
+            origin_sum=page.origin_sum,
+            lossy=page.lossy,
+        )
+        entry = encode_entry(
+            ref, meta, namespace=page.namespace, shard=page.shard, has_sums=page.has_sums
+        )
+        self._directory.put_many(encode_entries([entry]))
+
+    def put_many(self, pages: ListedMany) -> None:
+        self._directory.put_many(
+            encode_columns(
+                pages.key_words,
+                namespace=pages.namespace,
+                shard=pages.shard,
+                tier=pages.tier,
+                generation=pages.generation,
+                slot=pages.slot,
+                length=pages.length,
+                codec=pages.codec,
+                lossy=pages.lossy,
+            )
+        )
+
+    def remove(self, namespace: int, shard: int, key: bytes) -> None:
+        self._directory.remove_many(identities([key], namespaces=namespace, shards=shard))
+
+    def open_namespace(self, namespace: int, shard_count: int, generation: int) -> None:
+        try:
+            self._directory.set_namespace(namespace, generation)
+        except LimitExceeded as error:
+            # Local clients find nothing of it current, and ask the daemon.
+            log.warning("local.namespace_unlisted", extra={"why": str(error)})
+
+    def end_namespace(self, namespace: int) -> None:
+        self._directory.end_namespace(namespace)

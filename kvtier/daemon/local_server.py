@@ -1,0 +1,217 @@
+"""The control socket of the local plane: gives clients of this user the arena and the directory,
+and hears what they have used.
+
+A thread of its own, so that calls under way do not hold up a client that attaches. A client that
+breaks a rule of the frames is told so and cut off; none can make the daemon wait. `start` and
+`close` are called once, `attached` from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.daemon.sockets import Refuse, claimed_socket
+from kvtier.errors import InvalidFrame, KvtierError
+from kvtier.transfer.local import frames
+
+__all__ = ["LocalServer", "Offer"]
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 128
+_HELLO_S_MAX = 5.0
+#: Packets of one client in a row, so that one that never stops does not keep the others waiting.
+_PACKETS_PER_TURN = 32
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a client gets. The descriptors are the giver's, and open as long as the server is."""
+
+    welcome: frames.Welcome
+    arena_fd: int
+    directory_fd: int
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    socket: socket.socket
+    hello_by: float
+    is_attached: bool = False
+
+
+class LocalServer:
+    """`on_used` and `on_attached` are called in the server's thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        offer: Offer,
+        on_used: Callable[[frames.Used], None],
+        on_attached: Callable[[], None],
+        *,
+        clients_max: int,
+    ) -> None:
+        self.path = path
+        self._offer = offer
+        self._on_used = on_used
+        self._on_attached = on_attached
+        self._clients_max = clients_max
+        self._clients: set[_Client] = set()
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._wake_r, self._wake_w = os.pipe()
+        self._thread = threading.Thread(target=self._serve, name="kvtier-local", daemon=True)
+        self._is_listening = False
+
+    @property
+    def attached(self) -> int:
+        """Clients that have the arena and the directory."""
+        return sum(client.is_attached for client in list(self._clients))
+
+    def start(self, refuse: Refuse) -> None:
+        """Listens. Raises what `refuse` makes when the socket cannot be had."""
+        with claimed_socket(self.path, refuse):
+            try:
+                self._listener.bind(str(self.path))
+            except OSError as error:
+                raise refuse(
+                    f"{self.path} cannot be bound: {error.strerror}", "Name a shorter path."
+                ) from error
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._is_listening = True
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and every connection; clients that are attached notice by that."""
+        os.close(self._wake_w)
+        if self._is_listening:
+            self._thread.join()
+            self.path.unlink(missing_ok=True)
+        for client in self._clients:
+            client.socket.close()
+        self._clients.clear()
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_r)
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select(_HELLO_S_MAX if self._is_hello_due() else None):
+                if key.fileobj == self._wake_r:
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._take(key.data)
+            now = time.monotonic()
+            for client in [c for c in self._clients if not c.is_attached and c.hello_by < now]:
+                self._drop(client)
+
+    def _is_hello_due(self) -> bool:
+        return any(not client.is_attached for client in self._clients)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:  # it went away, or there are no descriptors left
+            log.warning("local.accept_failed", extra={"error": str(error)})
+            return
+        accepted.setblocking(False)
+        client = _Client(accepted, time.monotonic() + _HELLO_S_MAX)
+        self._clients.add(client)
+        _, uid, _ = _CREDENTIALS.unpack(
+            accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if uid != os.geteuid():
+            self._refuse(
+                client, "LimitExceeded", f"uid {uid} is not the daemon's", "use the gRPC plane"
+            )
+        elif len(self._clients) > self._clients_max:
+            self._refuse(
+                client,
+                "LimitExceeded",
+                f"{self._clients_max} clients are attached, the most (limits.sessions_max)",
+                "close connections that are not needed, or raise limits.sessions_max",
+            )
+        else:
+            self._selector.register(accepted, selectors.EVENT_READ, client)
+
+    def _take(self, client: _Client) -> None:
+        """What a client has sent, some packets at a time."""
+        for _ in range(_PACKETS_PER_TURN):
+            try:
+                packet, _, flags, _ = client.socket.recvmsg(frames.FRAME_BYTES_MAX)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet, flags = b"", 0
+            if not packet:
+                self._drop(client)
+                return
+            try:
+                if flags & socket.MSG_TRUNC:
+                    raise _broken(f"has more than {frames.FRAME_BYTES_MAX} bytes")
+                self._handle(client, frames.decode(packet))
+            except KvtierError as error:
+                self._refuse(client, type(error).__name__, str(error), error.remedy)
+                return
+
+    def _handle(self, client: _Client, frame: frames.Frame) -> None:
+        """Raises InvalidFrame."""
+        if isinstance(frame, frames.Used) and client.is_attached:
+            self._on_used(frame)
+        elif isinstance(frame, frames.Hello) and not client.is_attached:
+            if frame.version != frames.VERSION:
+                raise _broken(f"is of version {frame.version}, the daemon's is {frames.VERSION}")
+            self._welcome(client, frame)
+        else:
+            raise _broken(f"comes out of turn: {type(frame).__name__}")
+
+    def _welcome(self, client: _Client, hello: frames.Hello) -> None:
+        offer = self._offer
+        fds = [offer.arena_fd, offer.directory_fd]
+        client.is_attached = True
+        try:
+            socket.send_fds(client.socket, [frames.encode(offer.welcome)], fds)
+        except OSError:
+            self._drop(client)
+            return
+        self._on_attached()
+        log.info("local.attached", extra={"client": hello.client, "clients": self.attached})
+
+    def _refuse(self, client: _Client, error: str, message: str, remedy: str) -> None:
+        log.warning("local.refused", extra={"error": error, "why": message})
+        refused = frames.Refused(error=error, message=message, remedy=remedy)
+        with suppress(OSError):  # it is cut off all the same
+            client.socket.send(frames.encode(refused))
+        self._drop(client)
+
+    def _drop(self, client: _Client) -> None:
+        if client not in self._clients:
+            return
+        self._clients.discard(client)
+        if client.socket in self._selector.get_map():
+            self._selector.unregister(client.socket)
+        client.socket.close()
+
+
+def _broken(what: str) -> InvalidFrame:
+    return InvalidFrame(
+        f"a frame of the local plane {what}",
+        remedy="use a client and daemon of the same version; the session goes on over gRPC",
+    )

@@ -1,0 +1,171 @@
+"""Loads, stores and fences for compiled code that the optimiser must neither drop nor merge.
+
+A plain load of a word that was loaded before is deleted by LLVM, which may assume that no other
+thread writes it; these are real atomic instructions. Addresses are int64 and must be multiples of
+8: on the supported machines such an access is never cut in two.
+
+Needs numba: imported by kernels.py alone. For compiled code only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic as _intrinsic
+
+__all__ = [
+    "copy_bytes",
+    "fence_acquire",
+    "fence_release",
+    "fence_stream",
+    "load_acquire",
+    "load_code",
+    "load_number",
+    "load_own",
+    "prefetch",
+    "store_code",
+    "store_number",
+    "store_own",
+    "store_release",
+    "stream_line",
+]
+
+# numba's own types describe these functions as the compiler calls them, not as code uses them.
+_insert: Any = cgutils.get_or_insert_function
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    return _intrinsic(function)
+
+
+_BYTE = ir.IntType(8)
+_INT = ir.IntType(32)
+_WORD = ir.IntType(64)
+_LINE = ir.VectorType(_WORD, 8)
+
+
+def _pointer(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _loader(kind: Any, width: Any, ordering: str = "") -> Any:
+    """A function of an address; atomic with an `ordering`."""
+    align = width.width // 8
+
+    @intrinsic
+    def load(typing: Any, address: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = _pointer(builder, args[0], width)
+            if ordering:
+                return builder.load_atomic(pointer, ordering, align)
+            return builder.load(pointer, align=align)
+
+        return kind(types.int64), emit
+
+    return load
+
+
+def _storer(kind: Any, width: Any, ordering: str = "") -> Any:
+    """A function of an address and a value; atomic with an `ordering`."""
+    align = width.width // 8
+
+    @intrinsic
+    def store(typing: Any, address: Any, value: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = _pointer(builder, args[0], width)
+            if ordering:
+                builder.store_atomic(args[1], pointer, ordering, align)
+            else:
+                builder.store(args[1], pointer, align=align)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, kind), emit
+
+    return store
+
+
+#: The uint64 at an address; no later access is moved before it.
+load_acquire = _loader(types.uint64, _WORD, "acquire")
+#: Writes a uint64; no earlier access is moved behind it.
+store_release = _storer(types.uint64, _WORD, "release")
+
+# Plain accesses to what no other thread uses. Arrays are taken apart to addresses before the loops,
+# because a function that takes an array counts its references, each time with an instruction that
+# locks the bus.
+load_own = _loader(types.uint64, _WORD)
+store_own = _storer(types.uint64, _WORD)
+load_number = _loader(types.int64, _WORD)
+store_number = _storer(types.int64, _WORD)
+load_code = _loader(types.uint8, _BYTE)
+store_code = _storer(types.uint8, _BYTE)
+
+
+def _fence(ordering: str) -> Any:
+    @intrinsic
+    def fence(typing: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            builder.fence(ordering)
+            return context.get_dummy_value()
+
+        return types.void(), emit
+
+    return fence
+
+
+#: Loads before it are done before any access behind it.
+fence_acquire = _fence("acquire")
+#: Accesses before it are done before any store behind it.
+fence_release = _fence("release")
+#: What `stream_line` wrote is in memory before any access behind it.
+fence_stream = _fence("seq_cst")
+
+
+@intrinsic
+def prefetch(typing: Any, address: Any) -> Any:
+    """Begins to fetch the cache line of `address`, which may be any number."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _BYTE.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _INT, _INT, _INT])
+        function = _insert(builder.module, kind, "llvm.prefetch.p0")
+        # For reading, to be kept in all levels, data.
+        numbers = [ir.Constant(_INT, value) for value in (0, 3, 1)]
+        builder.call(function, [_pointer(builder, args[0], _BYTE), *numbers])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
+def copy_bytes(typing: Any, target: Any, source: Any, length: Any) -> Any:
+    """The C library's memcpy between addresses that do not overlap."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _BYTE.as_pointer()
+        kind = ir.FunctionType(pointer, [pointer, pointer, _WORD])
+        function = _insert(builder.module, kind, "memcpy")
+        places = [_pointer(builder, address, _BYTE) for address in args[:2]]
+        builder.call(function, [*places, args[2]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def stream_line(typing: Any, target: Any, source: Any) -> Any:
+    """Copies 64 bytes past the caches to `target`, a multiple of 64, from any address."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = builder.load(_pointer(builder, args[1], _LINE))
+        line.align = 1
+        store = builder.store(line, _pointer(builder, args[0], _LINE))
+        store.align = 64
+        one = builder.module.add_metadata([ir.Constant(_INT, 1)])
+        store.set_metadata("nontemporal", one)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit

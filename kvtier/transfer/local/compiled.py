@@ -1,0 +1,74 @@
+"""The compiled implementation of the directory's inner loops, with types: see protocol.py.
+
+Promise: only arrays that fit each other reach the kernels, which do not check them. Needs numba:
+loaded by loading.py alone.
+
+Thread rule: no state; the kernels run without the interpreter lock, while the callers' arrays and
+table are held here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.transfer.local import kernels, owner_kernels
+from kvtier.transfer.local.entry import Words
+from kvtier.transfer.local.mapped import MappedTable
+from kvtier.transfer.local.protocol import Found
+
+__all__ = ["CompiledKernels"]
+
+
+class CompiledKernels:
+    """See Kernels."""
+
+    @property
+    def name(self) -> str:
+        return "numba"
+
+    def probe(self, table: MappedTable, keys: Words, name: int, found: Found) -> tuple[int, int]:
+        assert 4 * len(found.codes) == len(keys), "found is not for these keys"
+        torn, doubts = kernels.probe(
+            table.shape, keys, name, found.words, found.places, found.codes, found.tiers
+        )
+        return torn, doubts
+
+    def recheck(self, table: MappedTable, found: Found, same: NDArray[np.uint8]) -> None:
+        assert 16 * len(same) == len(found.words), "same is not for these entries"
+        kernels.recheck(table.shape, found.words, found.places, same)
+
+    def namespace(self, table: MappedTable, number: int) -> int:
+        word: int = kernels.namespace(table.shape, number)
+        return word
+
+    def write(
+        self, table: MappedTable, rows: Words, placed: NDArray[np.uint8], room: int
+    ) -> tuple[int, int, int]:
+        assert rows.shape == (len(placed), 16), "rows"
+        new, steps, longest = owner_kernels.write(table.shape, rows.reshape(-1), placed, room)
+        return new, steps, longest
+
+    def remove(
+        self, table: MappedTable, rows: Words, removed: NDArray[np.uint8]
+    ) -> tuple[int, int]:
+        assert rows.shape == (len(removed), 16), "rows"
+        count, steps = owner_kernels.remove(table.shape, rows.reshape(-1), removed)
+        return count, steps
+
+    def empty(self, table: MappedTable) -> None:
+        owner_kernels.empty(table.shape)
+
+    def store(self, table: MappedTable, word: int, value: int) -> None:
+        assert 0 <= word < len(table.words), "word"
+        owner_kernels.store(table.shape, word, value)
+
+    def copy_many(
+        self,
+        base: int,
+        offsets: NDArray[np.int64],
+        targets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        assert len(offsets) == len(targets) == len(lengths), "pieces"
+        kernels.copy_many(base, offsets, targets, lengths)

@@ -1,0 +1,102 @@
+"""What the compiled inner loops share: how they are compiled, the mix, the place of a key.
+
+Importing this needs numba. `part` functions are for compiled code; `kernel` makes a function that
+Python calls. `shape` is MappedTable.shape. Places and addresses are int64, words uint64: numba
+makes a float of a sum of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numba
+import numpy as np
+
+from kvtier.transfer.local.atomics import load_own
+from kvtier.transfer.local.entry import BUSY, EMPTY, MIX_FACTORS, NAME_BITS, PLACE_FACTORS
+
+__all__ = [
+    "BUSY_WORD",
+    "EMPTY_WORD",
+    "FACTORS",
+    "GIVEN",
+    "HALF",
+    "NAME",
+    "ONE",
+    "finish",
+    "home",
+    "kernel",
+    "mix_of",
+    "opened",
+    "part",
+]
+
+# numba's own types describe decorated functions that Python calls, which parts are not.
+_njit: Any = numba.njit
+_OPTIONS: Final = {"nogil": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}
+#: What numba raises where no folder can hold its cache, and for a cache cut short by a power cut.
+_CACHE_ERRORS: Final = (RuntimeError, OSError, EOFError, ValueError, IndexError, KeyError)
+GIVEN: Final = "Array(uint64, 1, 'C', readonly=True)"
+
+EMPTY_WORD: Final = np.uint64(EMPTY)
+BUSY_WORD: Final = np.uint64(BUSY)
+ONE: Final = np.uint64(1)
+_TWO: Final = np.uint64(2)
+HALF: Final = np.uint64(32)
+_LAST: Final = np.uint64(29)
+NAME: Final = np.uint64(NAME_BITS)
+FACTORS: Final = np.array(MIX_FACTORS, np.uint64)
+_P1, _P2, _P3, _P4, _P5 = (np.uint64(factor) for factor in PLACE_FACTORS)
+
+
+def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compiles for just these types, now: a first call must not compile within its deadline."""
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        try:
+            return _njit(signature, cache=True, **_OPTIONS)(function)
+        except _CACHE_ERRORS:
+            return _njit(signature, **_OPTIONS)(function)
+
+    return compiled
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """Compiled into the kernels that call it."""
+    return _njit(forceinline=True, **_OPTIONS)(function)
+
+
+@part
+def opened(shape: Any) -> Any:
+    """(address of the file, of entry 0, entry mask, hash shift, hash seed, mix seed)."""
+    return np.int64(shape[0]), np.int64(shape[1]), np.int64(shape[2]), shape[3], shape[4], shape[5]
+
+
+@part
+def finish(total: Any) -> Any:
+    """entry.mix_many's last steps."""
+    total ^= total >> HALF
+    total *= FACTORS[15]
+    total ^= total >> _LAST
+    return total if total > BUSY_WORD else total + _TWO
+
+
+@part
+def mix_of(row: Any, seed: Any) -> Any:
+    """The mix of the row at an address of our own."""
+    total = seed
+    for word in range(15):
+        term = load_own(row + 8 * word) * FACTORS[word]
+        total += term ^ (term >> HALF)
+    return finish(total)
+
+
+@part
+def home(table: Any, key: Any, name: Any) -> Any:
+    """entry.place_many of the four words at an address of our own."""
+    mixed = load_own(key) + load_own(key + 8) * _P1
+    mixed += load_own(key + 16) * _P2
+    mixed += load_own(key + 24) * _P3
+    mixed += name * _P4 + table[4]
+    return np.int64(((mixed ^ (mixed >> HALF)) * _P5) >> table[3])

@@ -1,0 +1,275 @@
+"""The owner's side of the directory: the table in a memfd that only this object can write.
+
+Promise: the descriptor has READ_ONLY_SEALS, so whoever receives it can neither write nor cut the
+table. What `put_many` has placed is found until it is removed or replaced; what `remove_many` or
+`end_namespace` has ended is found by no lookup and passes no recheck that starts later. At all
+times an entry that a reader accepts is one that was put.
+
+Entries are removed by backward shift: later entries of the run move into the hole, so no tombstones
+gather, and searches stay as short after a hundred million changes as in a fresh table (at a load of
+one half about 1.5 entries for a page that is there). The price, entries that move under a reader,
+is small: it reads a word that changes with every move and looks again for what it missed. The load
+stays below one half always: past that, and past PROBES_MAX, a page is refused, which its readers
+see as a miss.
+
+Memory is taken lazily, where an entry is written or looked for; `populate` takes it all ahead. A
+directory of a million pages has 256 MiB.
+
+Thread rule: the caller holds the store's lock for all but `populate`, which a thread of its own may
+run meanwhile, and the properties.
+Fork rule: a child does not get the memory; every use there raises TierIOError.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.core.page import Tier
+from kvtier.errors import LimitExceeded
+from kvtier.tiers.base import TierOperation, tier_io_error
+from kvtier.tiers.memfd import create_read_only
+from kvtier.tiers.populate import PopulateRange, populate_write
+from kvtier.transfer.local.entry import ENTRY_WORDS, Words
+from kvtier.transfer.local.header import (
+    HEADER_BYTES,
+    NAMESPACE_PROBES,
+    NAMESPACES_WORD,
+    OPEN_WORD,
+    Header,
+    encode_header,
+    header_for,
+    namespace_place,
+    namespace_word,
+)
+from kvtier.transfer.local.loading import load_kernels
+from kvtier.transfer.local.mapped import MappedTable
+from kvtier.transfer.local.protocol import Kernels
+
+__all__ = ["Directory"]
+
+_POPULATE_STEP_BYTES: Final = 8 << 20
+
+
+class Directory:
+    """An empty directory for up to `pages_max` entries and `namespaces_max` namespaces at once.
+
+    `hash_seed` (64 random bits) spreads the entries; `kernels` are the fastest installed unless
+    given. Raises TierIOError (open), InvalidConfigValue.
+    """
+
+    def __init__(
+        self,
+        *,
+        pages_max: int,
+        namespaces_max: int,
+        boot_id: int,
+        hash_seed: int,
+        kernels: Kernels | None = None,
+    ) -> None:
+        header = header_for(
+            pages_max=pages_max,
+            namespaces_max=namespaces_max,
+            boot_id=boot_id,
+            hash_seed=hash_seed,
+        )
+        self._kernels = kernels or load_kernels()
+        self._pid = os.getpid()
+        self._pages_max = header.entries // 2
+        self._fd, self._map = create_read_only(
+            "kvtier-directory", header.file_bytes, tier=Tier.HOST
+        )
+        self._table: MappedTable | None = _started(self._map, header)
+        self._pages = 0
+        self._refused = 0
+        self._steps = 0
+        self._longest = 0
+
+    @property
+    def fd(self) -> int:
+        """The memfd, to pass to clients; the directory closes it. Raises TierIOError."""
+        self._live()
+        return self._fd
+
+    @property
+    def header(self) -> Header:
+        return self._live().header
+
+    @property
+    def pages(self) -> int:
+        """Entries that are there."""
+        return self._pages
+
+    @property
+    def pages_max(self) -> int:
+        """Entries that there may be: what was asked for, or a little more."""
+        return self._pages_max
+
+    @property
+    def refused(self) -> int:
+        """Entries that found no place, since the start."""
+        return self._refused
+
+    @property
+    def steps(self) -> int:
+        """Entries looked at by all changes since the start: what they cost, in cache misses."""
+        return self._steps
+
+    @property
+    def longest_probe(self) -> int:
+        """Entries looked at for the one page that took most, of all that were put."""
+        return self._longest
+
+    @property
+    def kernels(self) -> str:
+        """The implementation in use."""
+        return self._kernels.name
+
+    def use(self, kernels: Kernels) -> None:
+        """Changes the implementation. Any thread: a call that runs ends with the one it has."""
+        self._kernels = kernels
+
+    def put_many(self, rows: Words) -> NDArray[np.bool_]:
+        """Enters copies, shape (n, 16) as entry.encode_entries gives them, each in place of what
+        the page had. Sets the mix in `rows`.
+
+        Which have a place, shape (n,). One that has none is refused and counted; if the page had an
+        entry before, that is still there. Raises TierIOError.
+        """
+        table = self._live()
+        rows = np.require(rows.reshape(-1, ENTRY_WORDS), np.uint64, ["C", "W"])
+        placed = np.empty(len(rows), np.uint8)
+        room = self._pages_max - self._pages
+        new, steps, longest = self._kernels.write(table, rows, placed, room)
+        self._pages += new
+        self._steps += steps
+        self._longest = max(self._longest, longest)
+        self._refused += len(rows) - int(np.count_nonzero(placed))
+        return placed.view(np.bool_)
+
+    def remove_many(self, rows: Words) -> NDArray[np.bool_]:
+        """Removes the entries that entry.identities, or the entries themselves, name.
+
+        Which were there, shape (n,). A row with a generation (word 5) means that allocation alone.
+        Raises TierIOError.
+        """
+        table = self._live()
+        rows = np.require(rows.reshape(-1, ENTRY_WORDS), np.uint64, ["C"])
+        removed = np.empty(len(rows), np.uint8)
+        count, steps = self._kernels.remove(table, rows, removed)
+        self._pages -= count
+        self._steps += steps
+        return removed.view(np.bool_)
+
+    def set_namespace(self, number: int, generation: int) -> None:
+        """Makes a namespace number current. Raises LimitExceeded, TierIOError."""
+        table = self._live()
+        word = namespace_word(number, generation)
+        free = -1
+        for at in _namespace_words(table, number):
+            there = int(table.words[at])
+            if there >> 32 == number:
+                free = at
+                break
+            if there == 0 and free < 0:
+                free = at
+        if free < 0:
+            raise LimitExceeded(
+                f"no word of the directory is free for namespace {number}",
+                remedy="delete namespaces that are not used, or raise limits.namespaces_max",
+            )
+        self._kernels.store(table, free, word)
+
+    def end_namespace(self, number: int) -> bool:
+        """No check that starts after this finds the number current; whether it was.
+
+        Raises TierIOError.
+        """
+        table = self._live()
+        for at in _namespace_words(table, number):
+            if int(table.words[at]) >> 32 == number:
+                self._kernels.store(table, at, 0)
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Removes every entry; namespaces stay. Walks the whole table. Raises TierIOError."""
+        self._kernels.empty(self._live())
+        self._pages = 0
+
+    def populate(
+        self, is_wanted: Callable[[], bool], *, populate: PopulateRange = populate_write
+    ) -> int:
+        """Takes the memory of the whole table while `is_wanted()`; 0 or the errno that ended it.
+
+        For a thread of its own: it asks before every 8 MiB. Raises TierIOError.
+        """
+        table = self._live()
+        address, left = int(table.words.ctypes.data), table.header.file_bytes
+        while left and is_wanted():
+            step = min(left, _POPULATE_STEP_BYTES)
+            number = populate(address, step)
+            if number:
+                return number
+            address, left = address + step, left - step
+        return 0
+
+    def close(self) -> None:
+        """Every lookup and recheck that starts later finds nothing. Again does nothing."""
+        table, self._table = self._table, None
+        if table is None:
+            return
+        os.close(self._fd)
+        if self._pid != os.getpid():
+            return  # the memory is not here, see tiers/memfd.py
+        self._kernels.store(table, OPEN_WORD, 0)
+        del table
+        # `populate` is running: the map goes with the table that it holds
+        with suppress(BufferError):
+            self._map.close()
+        del self._map
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _live(self) -> MappedTable:
+        if self._table is None:
+            raise _closed("the directory is closed")
+        if self._pid != os.getpid():
+            raise _closed("the directory belongs to the parent process")
+        return self._table
+
+
+def _started(pages: mmap.mmap, header: Header) -> MappedTable:
+    """The table over memory that is all zeros: of empty entries already."""
+    pages[:HEADER_BYTES] = encode_header(header)
+    table = MappedTable.over(pages, header)
+    table.words[OPEN_WORD] = 1
+    return table
+
+
+def _namespace_words(table: MappedTable, number: int) -> list[int]:
+    """Where in the file the word of `number` may lie, in order."""
+    count = table.header.namespace_words
+    first = namespace_place(number, count)
+    return [NAMESPACES_WORD + ((first + step) & (count - 1)) for step in range(NAMESPACE_PROBES)]
+
+
+def _closed(words: str) -> Exception:
+    return tier_io_error(Tier.HOST, TierOperation.OPEN, OSError(errno.EBADF, words))

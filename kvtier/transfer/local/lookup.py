@@ -1,0 +1,187 @@
+"""The reader's side of the directory: which pages are where, without a lock or a round trip.
+
+Promise: an entry that is found was in the table, whole, at a moment during the call. A page may be
+missed while it or its neighbours are being changed: nearly always the search notices and looks
+again, and where it gives up it says DOUBT instead of MISS and counts. Nothing that the memory holds
+makes a call fail or read outside of the map; what an entry leads to is for the caller to check
+(entry.entry_fits).
+
+A get is: `lookup`; `entry_fits`; copy out of the arena; verify the payload_sum; `recheck`;
+`namespace_is_current`. If the last two hold, the page was the current one when the get ended.
+
+Thread rule: any thread; counters can lag. `close` ends the view for everybody, and memory that a
+running call uses is unmapped when that is done.
+Fork rule: a child does not get the memory, and every use there raises ForkedClient.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.errors import ClientClosed, DirectoryError, ForkedClient, UnknownHandle
+from kvtier.tiers.memfd import READ_ONLY_SEALS, found_seals, map_shared
+from kvtier.transfer.local.entry import ENTRY_WORDS, key_words, name_word
+from kvtier.transfer.local.header import HEADER_BYTES, OPEN_WORD, Header, decode_header
+from kvtier.transfer.local.loading import load_kernels
+from kvtier.transfer.local.mapped import MappedTable
+from kvtier.transfer.local.protocol import Found, Kernels
+
+__all__ = ["DirectoryView"]
+
+
+class DirectoryView:
+    """A read-only map of the directory behind `fd`, which stays the caller's and may be closed.
+
+    `kernels` are the fastest installed unless given. Raises DirectoryError for what is no directory
+    that can be trusted to stay as it is, UnknownHandle for that of another boot.
+    """
+
+    def __init__(self, fd: int, *, boot_id: int, kernels: Kernels | None = None) -> None:
+        header = _checked_header(fd, boot_id)
+        self._kernels = kernels or load_kernels()
+        self._pid = os.getpid()
+        try:
+            self._map = map_shared(fd, header.file_bytes, writable=False)
+        except OSError as error:
+            raise DirectoryError(
+                f"the directory of {header.file_bytes} bytes cannot be mapped: {error.strerror}",
+                remedy="raise the limit of address space (ulimit -v), or use another plane",
+            ) from error
+        self._table: MappedTable | None = MappedTable.over(self._map, header)
+        self._count_lock = threading.Lock()
+        self._torn_reads = 0
+        self._doubts = 0
+
+    @property
+    def header(self) -> Header:
+        return self._live().header
+
+    @property
+    def torn_reads(self) -> int:
+        """Entries that were read again because they were being written."""
+        return self._torn_reads
+
+    @property
+    def doubts(self) -> int:
+        """Keys answered with DOUBT."""
+        return self._doubts
+
+    @property
+    def kernels(self) -> str:
+        """The implementation in use."""
+        return self._kernels.name
+
+    @property
+    def is_open(self) -> bool:
+        """The owner has not closed the directory. A killed owner cannot: watch its socket."""
+        return int(self._live().words[OPEN_WORD]) == 1
+
+    def lookup(
+        self,
+        keys: Sequence[bytes] | NDArray[np.uint8],
+        *,
+        namespace: int,
+        shard: int,
+        with_entries: bool = True,
+    ) -> Found:
+        """The entries of keys, a list of 32 bytes each or an array of uint8, shape (n, 32).
+
+        Without `with_entries` only codes and tiers: 128 bytes a key less to write.
+        Raises KeyLengthError (see entry.key_words), LimitExceeded, ClientClosed, ForkedClient.
+        """
+        table = self._live()
+        words = key_words(keys)
+        found = Found.room_for(len(words) // 4, with_entries=with_entries)
+        torn, doubts = self._kernels.probe(table, words, name_word(namespace, shard), found)
+        if torn or doubts:
+            with self._count_lock:
+                self._torn_reads += torn
+                self._doubts += doubts
+        return found
+
+    def recheck(self, found: Found) -> NDArray[np.bool_]:
+        """Which entries of `found` are still in the table exactly so, shape (n,).
+
+        To be asked after the last look at the page's bytes: if the entry is still there, its slot
+        was not written anew before. Raises ClientClosed, ForkedClient.
+        """
+        table = self._live()
+        assert len(found.words) == ENTRY_WORDS * len(found.codes), "a lookup without entries"
+        same = found.hits.view(np.uint8)
+        self._kernels.recheck(table, found, same)
+        return same.view(np.bool_)
+
+    def namespace_is_current(self, number: int, generation: int) -> bool:
+        """No bump or delete has ended the namespace. To be asked after `recheck`.
+
+        Raises ClientClosed, ForkedClient.
+        """
+        table = self._live()
+        if not (0 < number < 1 << 32 and 0 < generation < 1 << 32):
+            return False
+        return self._kernels.namespace(table, number) == number << 32 | generation
+
+    def close(self) -> None:
+        """Unmap. Again does nothing."""
+        table, self._table = self._table, None
+        if table is None:
+            return
+        if self._pid != os.getpid():
+            return  # the memory is not here, see tiers/memfd.py
+        del table
+        # a call is running: the map goes with the table that it holds
+        with suppress(BufferError):
+            self._map.close()
+        del self._map
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _live(self) -> MappedTable:
+        table = self._table
+        if table is None:
+            raise ClientClosed("the directory view is closed", remedy="connect again")
+        if self._pid != os.getpid():
+            raise ForkedClient(
+                "the directory view belongs to the parent process",
+                remedy="connect in the process that uses it",
+            )
+        return table
+
+
+def _checked_header(fd: int, boot_id: int) -> Header:
+    """The header of a file that nobody can cut while it is mapped. See DirectoryView."""
+    remedy = "connect anew: the daemon passes the descriptor of its own directory"
+    try:
+        missing = READ_ONLY_SEALS & ~found_seals(fd)
+        size = os.fstat(fd).st_size
+        block = os.pread(fd, HEADER_BYTES, 0)
+    except OSError as error:
+        raise DirectoryError(f"no directory here: {error.strerror}", remedy=remedy) from error
+    if missing:
+        raise DirectoryError(f"the directory lacks the seals {missing:#x}", remedy=remedy)
+    if len(block) < HEADER_BYTES:
+        raise DirectoryError(f"the directory has {size} bytes", remedy=remedy)
+    header = decode_header(block, size)
+    if header.boot_id != boot_id:
+        raise UnknownHandle(
+            f"the directory is of boot {header.boot_id:x}, not {boot_id:x}",
+            remedy="the daemon was restarted: connect again",
+        )
+    return header

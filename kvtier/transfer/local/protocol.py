@@ -1,0 +1,130 @@
+"""What the two implementations of the directory's inner loops agree on.
+
+Results are identical, and owner and readers may use different ones. `probe` and `recheck` may miss
+what is there while it is being changed, and never find what is not.
+
+Thread rule: a Found belongs to one thread; see Kernels for the functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.transfer.local.entry import ENTRY_WORDS, Words
+from kvtier.transfer.local.mapped import MappedTable
+
+__all__ = [
+    "DOUBT",
+    "HIT",
+    "MISS",
+    "PROBES_MAX",
+    "READS_MAX",
+    "ROUNDS_MAX",
+    "STREAM_BYTES_MIN",
+    "Found",
+    "Kernels",
+]
+
+#: The outcome of one key. DOUBT is a miss that may be one only because the table was being changed,
+#: or because its writer ended in the middle of an entry.
+MISS: Final = 0
+HIT: Final = 1
+DOUBT: Final = 2
+
+#: Entries that a search looks at. The owner puts none beyond: at a load of one half a run of
+#: neighbours this long does not come up by chance (their lengths fall by 0.82 with each entry).
+PROBES_MAX: Final = 256
+#: Reads of an entry that is being written, before a search goes on without it.
+READS_MAX: Final = 64
+#: Searches for what was missed while entries were being moved.
+ROUNDS_MAX: Final = 8
+#: From here on a copy goes past the caches: the pieces of a batch do not stay in them anyway.
+STREAM_BYTES_MIN: Final = 256 << 10
+
+
+@dataclass(slots=True)
+class Found:
+    """What a probe found, in memory of its own: `codes` (n) are HIT, MISS or DOUBT, `tiers` (n)
+    core.page.Tier or 0, `places` (n) where the entries lay; `words` (16 n) are the entries, zeros
+    where there is none, or nothing if they were not asked for.
+    """
+
+    words: Words
+    places: NDArray[np.int64]
+    codes: NDArray[np.uint8]
+    tiers: NDArray[np.uint8]
+
+    @classmethod
+    def room_for(cls, count: int, *, with_entries: bool = True) -> Found:
+        return cls(
+            np.empty(count * ENTRY_WORDS if with_entries else 0, np.uint64),
+            np.empty(count, np.int64),
+            np.empty(count, np.uint8),
+            np.empty(count, np.uint8),
+        )
+
+    @property
+    def entries(self) -> Words:
+        """The entries as rows, shape (n, 16)."""
+        return self.words.reshape(-1, ENTRY_WORDS)
+
+    @property
+    def hits(self) -> NDArray[np.bool_]:
+        """Which keys have an entry, shape (n,)."""
+        found: NDArray[np.bool_] = self.codes == HIT
+        return found
+
+
+class Kernels(Protocol):
+    """The inner loops over a MappedTable. Arrays are C-contiguous, of n keys or rows, and `keys`
+    has 4 n words; a row is an entry's 16 words. Only `probe`, `recheck`, `namespace` and
+    `copy_many` may run in several threads at once.
+    """
+
+    @property
+    def name(self) -> str:
+        """For status and benchmarks."""
+
+    def probe(self, table: MappedTable, keys: Words, name: int, found: Found) -> tuple[int, int]:
+        """Fills `found` with what the keys have under a name word; (torn reads, DOUBTs)."""
+
+    def recheck(self, table: MappedTable, found: Found, same: NDArray[np.uint8]) -> None:
+        """Clears same (n) where the entry of `found` is no longer in the table, exactly so."""
+
+    def namespace(self, table: MappedTable, number: int) -> int:
+        """The word of a namespace number, 0 if it is not current."""
+
+    def write(
+        self, table: MappedTable, rows: Words, placed: NDArray[np.uint8], room: int
+    ) -> tuple[int, int, int]:
+        """Writes rows (n, 16), of which up to `room` may be new, and their mixes into them.
+
+        (how many were new, entries looked at, most of them for one row); sets placed (n).
+        """
+
+    def remove(
+        self, table: MappedTable, rows: Words, removed: NDArray[np.uint8]
+    ) -> tuple[int, int]:
+        """Removes what rows (n, 16) name by words 0-5; (how many, entries looked at)."""
+
+    def empty(self, table: MappedTable) -> None:
+        """Removes all entries."""
+
+    def store(self, table: MappedTable, word: int, value: int) -> None:
+        """Sets one word of the file, by its index."""
+
+    def copy_many(
+        self,
+        base: int,
+        offsets: NDArray[np.int64],
+        targets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        """Copies lengths[i] bytes from base + offsets[i] to the address targets[i].
+
+        Trusts its arguments: nothing may overlap, and all must be mapped until it returns.
+        """

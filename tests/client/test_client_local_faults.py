@@ -1,0 +1,187 @@
+"""The local plane when something goes wrong: damage, ends, forks, and many at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvtier
+from kvtier.client.local_link import LocalLink
+from kvtier.testing.daemon_process import DaemonProcess
+from tests.client.local_rig import NBYTES, arena_fd, attached, flip, opaque, pages_of, separate_keys
+
+GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
+
+
+@pytest.mark.parametrize("at", [0, 1, NBYTES // 2, NBYTES - 1])
+def test_a_flipped_byte_is_never_a_hit_and_is_condemned(process, local_kv, local_ns, at):
+    keys = local_ns.keys(range(3))
+    pages = pages_of(keys, NBYTES)
+    put = local_ns.put(keys, pages)
+    flip(process.pid, put[1].ref.slot, at)
+    out = np.zeros_like(pages)
+    got = local_ns.get(keys, out=out)
+    assert got.reasons == [GetCode.HIT, GetCode.CORRUPT, GetCode.HIT]
+    assert np.array_equal(out[[0, 2]], pages[[0, 2]])
+    assert local_kv.local.counts.sums_failed == 1
+    assert local_kv.status().counters["condemned"] == 1
+    assert local_ns.get(keys).reasons == [GetCode.HIT, GetCode.MISS, GetCode.HIT]
+    local_ns.put(keys[1:2], pages[1:2]).raise_for_refused()
+    assert local_ns.get(keys).prefix == 3
+
+
+def test_verify_off_does_not_serve_damage_here(process):
+    with kvtier.connect(process.url, deadline=10, verify="off") as kv:
+        ns = kv.namespace(opaque(NBYTES))
+        attached(kv)
+        keys = ns.keys(range(1))
+        put = ns.put(keys, pages_of(keys, NBYTES))
+        flip(process.pid, put[0].ref.slot, 5)
+        assert ns.get(keys).reasons == [GetCode.CORRUPT]
+
+
+def test_a_whole_arena_of_noise_gives_no_hit(process, local_kv, local_ns):
+    """Whatever the memory holds: no crash, no wrong page."""
+    keys = local_ns.keys(range(64))
+    local_ns.put(keys, pages_of(keys, NBYTES)).raise_for_refused()
+    fd = arena_fd(process.pid)
+    noise = random.Random(7).randbytes(1 << 20)
+    for place in range(0, os.fstat(fd).st_size, len(noise)):
+        os.pwrite(fd, noise, place)
+    os.close(fd)
+    assert local_ns.get(keys).hits == 0
+    assert local_ns.put(keys, pages_of(keys, NBYTES)).stored == 64
+    assert local_ns.get(keys).prefix == 64
+
+
+def test_a_killed_daemon_is_unavailable_and_the_next_one_is_attached_to(
+    process, local_kv, local_ns
+):
+    keys = local_ns.keys(range(4))
+    pages = pages_of(keys, NBYTES)
+    local_ns.put(keys, pages).raise_for_refused()
+    assert local_ns.get(keys).prefix == 4
+    process.kill()
+    assert local_ns.get(keys).hits == 0
+    assert local_ns.lookup(keys).hits == 0
+    state = local_kv.local
+    assert not state.is_attached
+    assert "ended" in state.reason
+    process.start()
+    deadline = time.monotonic() + 10
+    while not local_ns.put(keys, pages).stored:
+        assert time.monotonic() < deadline
+    attached(local_kv)
+    before = local_kv.local.counts.hits
+    assert local_ns.get(keys).prefix == 4
+    assert local_kv.local.counts.hits - before == 4
+
+
+def in_child(ns, queue):
+    try:
+        ns.get([bytes(32)])
+    except kvtier.errors.ForkedClient as error:
+        queue.put(type(error).__name__)
+
+
+def test_a_forked_child_is_refused_and_the_parent_goes_on(local_ns):
+    keys = local_ns.keys(range(2))
+    local_ns.put(keys, pages_of(keys, NBYTES)).raise_for_refused()
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=in_child, args=(local_ns, queue))
+    child.start()
+    child.join(10)
+    assert child.exitcode == 0
+    assert queue.get() == "ForkedClient"
+    queue.close()
+    child.close()
+    assert local_ns.get(keys).prefix == 2
+
+
+def test_many_threads_read_while_pages_come_and_go(process, local_kv, local_ns):
+    """Every hit is the page that was asked for; what was evicted meanwhile is a miss."""
+    keys = separate_keys(local_ns, 0, 1200)
+    for at in range(0, len(keys), 100):
+        local_ns.put(keys[at : at + 100], pages_of(keys[at : at + 100], NBYTES), chain=False)
+    is_over = threading.Event()
+    wrong: list[str] = []
+    hits = [0] * 3
+
+    def read(number: int) -> None:
+        rng = random.Random(number)
+        out = np.zeros((16, NBYTES), np.uint8)
+        while not is_over.is_set():
+            some = rng.sample(keys, 16)
+            got = local_ns.get(some, out=out)
+            expected = pages_of(some, NBYTES)
+            for i in range(16):
+                if got[i].reason is GetCode.HIT:
+                    hits[number] += 1
+                    if not np.array_equal(out[i], expected[i]):
+                        wrong.append(f"thread {number}: {some[i].hex()}")
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        deadline = time.monotonic() + 2
+        rng = random.Random(9)
+        while time.monotonic() < deadline:
+            some = rng.sample(keys, 32)
+            local_ns.put(some, pages_of(some, NBYTES), chain=False)
+            if rng.random() < 0.2:
+                local_ns.delete(rng.sample(keys, 8))
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert min(hits) > 0
+    assert local_kv.status().counters["evicted"] > 0
+    assert local_kv.local.counts.hits == sum(hits)
+
+
+def test_closing_while_others_read(process):
+    kv = kvtier.connect(process.url, deadline=10)
+    ns = kv.namespace(opaque(NBYTES))
+    attached(kv)
+    keys = ns.keys(range(64))
+    ns.put(keys, pages_of(keys, NBYTES)).raise_for_refused()
+    ended: list[str] = []
+
+    def read() -> None:
+        try:
+            while True:
+                assert ns.get(keys).hits in (0, 64)
+        except kvtier.errors.ClientClosed:
+            ended.append("closed")
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    kv.close()
+    for thread in threads:
+        thread.join(10)
+    assert ended == ["closed"] * 3
+
+
+def test_a_socket_that_is_somebody_elses_is_not_trusted(process, tmp_path: Path):
+    """The daemon says where its socket is; what answers there must be of its boot."""
+    with DaemonProcess(tmp_path, "host.bytes=64MiB") as other:
+        with kvtier.connect(other.url, deadline=10) as kv:
+            path = kv.capabilities().local_socket
+            boot_id = kv.status().boot_id
+        LocalLink.attach(path, boot_id=boot_id, client_name="test").close()
+        with pytest.raises(kvtier.errors.DaemonUnavailable, match="boot"):
+            LocalLink.attach(path, boot_id=boot_id + 1, client_name="test")
+    with pytest.raises(kvtier.errors.DaemonUnavailable):
+        LocalLink.attach(path, boot_id=boot_id, client_name="test")

@@ -1,0 +1,116 @@
+"""The frames of the local plane's control socket: golden bytes, and whatever else may come."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import InvalidFrame
+from kvtier.transfer.local.document import page
+from kvtier.transfer.local.frames import (
+    FRAME_BYTES_MAX,
+    KEYS_PER_FRAME_MAX,
+    Frame,
+    Hello,
+    Refused,
+    Used,
+    Welcome,
+    decode,
+    encode,
+)
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "local_frames_v1.hex"
+
+KEYS = bytes(range(32)) + bytes(range(32, 64))
+FRAMES: tuple[Frame, ...] = (
+    Hello(version=1, client="pid 1"),
+    Welcome(version=1, boot_id=0x0102030405060708, arena_bytes=1 << 30),
+    Refused(error="LimitExceeded", message="m", remedy="r"),
+    Used(
+        namespace=3,
+        shard=1,
+        keys=KEYS,
+        lookup_hits=5,
+        lookup_misses=6,
+        get_hits=2,
+        get_misses=3,
+        get_bytes=1 << 21,
+    ),
+)
+
+
+def write_golden() -> None:
+    """How the golden file was made; kept so that the next version can be made alike."""
+    GOLDEN.write_text("".join(encode(frame).hex() + "\n" for frame in FRAMES))
+
+
+def test_golden_bytes() -> None:
+    golden = [bytes.fromhex(line) for line in GOLDEN.read_text().split()]
+    assert [encode(frame) for frame in FRAMES] == golden
+    assert tuple(decode(packet) for packet in golden) == FRAMES
+
+
+def test_a_field_of_a_later_version_is_passed_over() -> None:
+    fields = msgpack.unpackb(encode(FRAMES[0]))
+    assert decode(msgpack.packb({**fields, "colour": "blue"})) == FRAMES[0]
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
+def test_every_field_is_needed_and_has_its_type(frame: Frame) -> None:
+    fields = msgpack.unpackb(encode(frame))
+    for name in fields:
+        missing = {other: value for other, value in fields.items() if other != name}
+        with pytest.raises(InvalidFrame, match=name):
+            decode(msgpack.packb(missing))
+        for wrong in (None, 1.5, True, -1, 2**64 - 1, [], {}, "x" * 5000):
+            if type(wrong) is type(fields[name]) and wrong not in (-1, 2**64 - 1, "x" * 5000):
+                continue
+            with pytest.raises(InvalidFrame):
+                decode(msgpack.packb({**fields, name: wrong}))
+
+
+@pytest.mark.parametrize("length", [1, 31, 33, 32 * (KEYS_PER_FRAME_MAX + 1)])
+def test_keys_of_another_length_are_refused(length: int) -> None:
+    fields = msgpack.unpackb(encode(FRAMES[3]))
+    with pytest.raises(InvalidFrame, match="keys"):
+        decode(msgpack.packb({**fields, "keys": bytes(length)}))
+
+
+def test_the_longest_frame_is_taken() -> None:
+    keys = bytes(32 * KEYS_PER_FRAME_MAX)
+    most = Used(
+        namespace=2**32 - 1,
+        shard=2**16 - 1,
+        keys=keys,
+        lookup_hits=2**63 - 1,
+        lookup_misses=2**63 - 1,
+        get_hits=2**63 - 1,
+        get_misses=2**63 - 1,
+        get_bytes=2**63 - 1,
+    )
+    assert len(encode(most)) <= FRAME_BYTES_MAX
+    assert decode(encode(most)) == most
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_raise_nothing_else(packet: bytes) -> None:
+    with suppress(InvalidFrame):
+        decode(packet)
+
+
+@given(st.data())
+def test_a_damaged_frame_raises_nothing_else(data: st.DataObject) -> None:
+    packet = bytearray(encode(data.draw(st.sampled_from(FRAMES))))
+    packet[data.draw(st.integers(0, len(packet) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with suppress(InvalidFrame):
+        decode(bytes(packet))
+
+
+def test_the_page_is_that_of_the_modules() -> None:
+    text = (GOLDEN.parents[2] / "docs" / "local-plane.md").read_text(encoding="utf-8")
+    assert text == page(), "run `make docs`"
