@@ -74,18 +74,17 @@ class LocalReads:
         shard, number = layout.shard, opened.namespace_number
         view = self.link.view
         try:
-            found = view.lookup(keys, namespace=number, shard=shard.index)
-            codes = found.codes.copy()
-            is_hit = found.hits
+            found = view.lookup(keys, namespace=number, shard=shard.index, with_entries=False)
+            tiers, is_hit, in_doubt = found.tiers, found.hits, DOUBT in found.codes
             for other in range(layout.shard_count):
                 if other != shard.index:
-                    there = view.lookup(keys, namespace=number, shard=other)
-                    codes = np.maximum(codes, there.codes)
+                    there = view.lookup(keys, namespace=number, shard=other, with_entries=False)
                     is_hit &= there.hits
+                    in_doubt = in_doubt or DOUBT in there.codes
             is_current = view.namespace_is_current(number, opened.generation)
         except ClientClosed:
             return None
-        if not is_current or bool((codes == DOUBT).any()) or not self.link.is_alive():
+        if not is_current or in_doubt or not self.link.is_alive():
             self._count(left=len(keys))
             return None
         hits = int(np.count_nonzero(is_hit))
@@ -93,8 +92,7 @@ class LocalReads:
         if self.link.note_lookup(number, shard.index, hits=hits, misses=len(keys) - hits):
             self._tell_soon()
         answers = np.where(is_hit, np.uint8(GetCode.HIT), np.uint8(GetCode.MISS))
-        tiers = (found.entries[:, 4] >> np.uint64(48)).astype(np.uint8) * is_hit
-        return LookupReply(answers.tobytes(), tiers.tobytes())
+        return LookupReply(answers.tobytes(), (tiers * is_hit).tobytes())
 
     def get(self, reader: Reader, options: GetOptions, opened: OpenedNamespace) -> list[int]:
         """Gives pages their outcome; the indices that are left to the daemon."""

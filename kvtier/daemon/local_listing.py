@@ -45,7 +45,7 @@ class DirectoryListing:
         self._directory.put_many(encode_entries([entry]))
 
     def put_many(self, pages: ListedMany) -> None:
-        self._directory.put_many(
+        self._directory.fill(
             encode_columns(
                 pages.key_words,
                 namespace=pages.namespace,

@@ -115,11 +115,25 @@ class CompiledSummer:
 
 @cache
 def load_summer() -> Summer:
-    """The fastest that is installed; the same one each time."""
+    """The fastest that is installed and sound; the same one each time."""
     try:
-        return CompiledSummer(import_module("kvtier.packing.xxh3_kernels"))
+        compiled = CompiledSummer(import_module("kvtier.packing.xxh3_kernels"))
     except ImportError as error:
-        log.warning(
-            "sums.fallback", extra={"why": str(error), "remedy": "pip install 'kvtier[fast]'"}
-        )
+        why, remedy = str(error), "pip install 'kvtier[fast]'"
+    else:
+        if _agrees(compiled):
+            return compiled
+        why, remedy = "the compiled sums are wrong", "delete numba's cache files (*.nbi, *.nbc)"
+    log.warning("sums.fallback", extra={"why": why, "remedy": remedy})
     return XxhashSummer()
+
+
+def _agrees(summer: Summer) -> bool:
+    """Whether it makes the sums of a page as xxhash does: numba's cache may be of other code."""
+    page = np.arange(2500, dtype=np.uint64).view(np.uint8)
+    source = np.array([page.ctypes.data], np.int64)
+    made = [
+        each.sums(source, page.nbytes, np.zeros((1, 16), np.uint64)).tobytes()
+        for each in (summer, XxhashSummer())
+    ]
+    return made[0] == made[1]

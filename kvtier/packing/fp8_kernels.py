@@ -30,10 +30,9 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.core import caching
-from numba.core.errors import NumbaError
-from numba.extending import intrinsic
+from numba import types
+
+from kvtier.packing.jit_numba import compiled, instructions
 
 __all__ = ["pack_span", "unpack_span"]
 
@@ -45,44 +44,11 @@ _INFINITY: Final = {types.uint16: 0x7F80, types.int16: 0x7C00, types.uint32: 0x7
 #: Shorter rows than this are better walked as blocks.
 _ROW_MIN: Final = 32
 _LINE_BYTES: Final = 64
-_OPTIONS: Final[dict[str, Any]] = {
-    "nogil": True,
-    "error_model": "numpy",
-    "fastmath": False,
-    "boundscheck": False,
-}
-#: What numba raises where no folder can hold its cache, and for one that a power cut has torn (the
-#: last as its own module knows it: nothing else here has to do with such files).
-_CACHE_ERRORS: Final[tuple[type[Exception], ...]] = (
-    RuntimeError,
-    OSError,
-    EOFError,
-    ValueError,
-    getattr(getattr(caching, "pickle", None), "UnpicklingError", EOFError),
-)
 
 
-def _compiled(signature: str) -> Callable[[Function], Function]:
-    """For each type of word, and now: a first call has a deadline. Raises ImportError."""
-    signatures: Any = [signature.format(word) for word in _INFINITY]
-
-    def compile_all(function: Function) -> Function:
-        made: Function
-        try:
-            try:
-                made = njit(signatures, cache=True, **_OPTIONS)(function)
-            except _CACHE_ERRORS:
-                made = njit(signatures, **_OPTIONS)(function)
-        except NumbaError as error:
-            raise ImportError(f"numba cannot compile {function.__name__}: {error}") from error
-        return made
-
-    return compile_all
-
-
-def _instructions(function: Callable[..., Any]) -> Any:
-    """What `function` writes in place of a call to it. Its first argument is numba's own."""
-    return intrinsic(function)
+def _compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """For each type of word."""
+    return compiled([signature.format(word) for word in _INFINITY])
 
 
 # -- one number ------------------------------------------------------------------------------------
@@ -142,7 +108,7 @@ class _Steps:
         return self.bits(self.times(self.builder.uitofp(size, _F32), unit))
 
 
-@_instructions
+@instructions
 def _encode(typing_context: Any, value: Any) -> Any:
     """The e4m3fn code of a float32, clamped to 448 first."""
 
@@ -159,7 +125,7 @@ def _encode(typing_context: Any, value: Any) -> Any:
     return types.uint8(types.float32), code
 
 
-@_instructions
+@instructions
 def _decode(typing_context: Any, byte: Any) -> Any:
     """The float32 of a code that is not NaN, exactly."""
 
@@ -174,7 +140,7 @@ def _decode(typing_context: Any, byte: Any) -> Any:
     return types.float32(types.uint8), code
 
 
-@_instructions
+@instructions
 def _drop_sign(typing_context: Any, word: Any) -> Any:
     """The word without its sign."""
 
@@ -184,7 +150,7 @@ def _drop_sign(typing_context: Any, word: Any) -> Any:
     return word(word), code
 
 
-@_instructions
+@instructions
 def _is_finite(typing_context: Any, word: Any) -> Any:
     """Of a word without its sign."""
 
@@ -195,7 +161,7 @@ def _is_finite(typing_context: Any, word: Any) -> Any:
     return types.boolean(word), code
 
 
-@_instructions
+@instructions
 def _widen(typing_context: Any, word: Any) -> Any:
     """The number as float32, exactly."""
 
@@ -214,7 +180,7 @@ def _widen(typing_context: Any, word: Any) -> Any:
     return types.float32(word), code
 
 
-@_instructions
+@instructions
 def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
     """A float32, rounded, as a word of the type of `like`. A float16 must not leave its format,
     which `check_scales` sees to.
@@ -236,7 +202,7 @@ def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
     return like(types.float32, like), code
 
 
-@_instructions
+@instructions
 def _prefetch(typing_context: Any, words: Any, index: Any) -> Any:
     """Asks for the memory of a word that will be read soon."""
 

@@ -16,14 +16,13 @@ one caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.core.errors import NumbaError
-from numba.extending import intrinsic
+from numba import types
+
+from kvtier.packing.jit_numba import compiled, instructions, part
 
 __all__ = ["COPY", "ONLY_SUM", "SHORT_MAX", "STREAM", "sum_pages"]
 
@@ -73,23 +72,6 @@ _SCRAMBLE_AT, _LAST_AT, _LOW_AT, _HIGH_AT = 128, 121, 11, 117
 
 _WORD, _INT = ir.IntType(64), ir.IntType(32)
 _LINE = ir.VectorType(_WORD, 8)
-_OPTIONS: Final[dict[str, Any]] = {
-    "nogil": True,
-    "error_model": "numpy",
-    "fastmath": False,
-    "boundscheck": False,
-}
-_CACHE_ERRORS: Final = (RuntimeError, OSError, EOFError, ValueError, KeyError, IndexError)
-
-
-# numba's own types describe decorated functions that Python calls, which parts are not.
-def _part(function: Callable[..., Any]) -> Any:
-    return njit(inline="always", **_OPTIONS)(function)
-
-
-def _instructions(function: Callable[..., Any]) -> Any:
-    """What `function` writes in place of a call to it."""
-    return intrinsic(function)
 
 
 def _stripes(mode: int) -> Any:
@@ -130,7 +112,7 @@ def _stripes(mode: int) -> Any:
     ) -> Any:
         return types.void(*[types.int64] * 5), emit
 
-    return _instructions(typed)
+    return instructions(typed)
 
 
 def _mixed(builder: Any, data: Any, key: Any) -> Any:
@@ -171,7 +153,7 @@ def _line(value: int) -> Any:
 _only_sum, _copy, _stream = (_stripes(mode) for mode in (ONLY_SUM, COPY, STREAM))
 
 
-@_instructions
+@instructions
 def _word(typing: Any, address: Any) -> Any:
     """The uint64 at any address."""
 
@@ -181,7 +163,7 @@ def _word(typing: Any, address: Any) -> Any:
     return types.uint64(types.int64), emit
 
 
-@_instructions
+@instructions
 def _fence(typing: Any) -> Any:
     """What was stored past the caches is there before what is stored later."""
 
@@ -192,7 +174,7 @@ def _fence(typing: Any) -> Any:
     return types.void(), emit
 
 
-@_part
+@part
 def _fold(a: Any, b: Any) -> Any:
     """The two halves of the 128-bit product, one upon the other."""
     low_a, high_a, low_b, high_b = a & _LOW, a >> _HALF, b & _LOW, b >> _HALF
@@ -203,14 +185,14 @@ def _fold(a: Any, b: Any) -> Any:
     return high ^ ((cross << _HALF) | (low & _LOW))
 
 
-@_part
+@part
 def _avalanche(value: Any) -> Any:
     value ^= value >> _S37
     value *= _AVALANCHE
     return value ^ (value >> _HALF)
 
 
-@_part
+@part
 def _merged(lanes: Any, secret: Any, start: Any) -> Any:
     for pair in range(4):
         at = secret + 16 * pair
@@ -218,7 +200,7 @@ def _merged(lanes: Any, secret: Any, start: Any) -> Any:
     return _avalanche(start)
 
 
-@_part
+@part
 def _short_mixed(low: Any, high: Any, first: Any, second: Any, secret: Any) -> Any:
     """One round over two times 16 bytes of an input of up to 128."""
     a, b, c, d = _word(first), _word(first + 8), _word(second), _word(second + 8)
@@ -227,7 +209,7 @@ def _short_mixed(low: Any, high: Any, first: Any, second: Any, secret: Any) -> A
     return low, high
 
 
-@_part
+@part
 def _digest_of_128(block: Any, secret: Any) -> Any:
     """(high, low) of the digest of 128 bytes."""
     low, high = np.uint64(128) * _P1, np.uint64(0)
@@ -239,7 +221,7 @@ def _digest_of_128(block: Any, secret: Any) -> Any:
     return np.uint64(0) - _avalanche(mixed), _avalanche(low + high)
 
 
-@_part
+@part
 def _swapped(value: Any) -> Any:
     """Bytes in the other order: a canonical digest is big-endian."""
     eights, sixteens = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0000FFFF0000FFFF)
@@ -248,7 +230,8 @@ def _swapped(value: Any) -> Any:
     return (value << _HALF) | (value >> _HALF)
 
 
-def _sum_pages(
+@compiled("void(int64[::1],int64[::1],int64,int64,uint64[:,::1],int64,uint64[:,::1])")
+def sum_pages(
     sources: Any, targets: Any, nbytes: Any, mode: Any, blocks: Any, digest_word: Any, sums: Any
 ) -> None:
     """For each page: copies it as `mode` says, puts its digest (16 bytes) into its row of `blocks`
@@ -289,19 +272,3 @@ def _sum_pages(
         sums[page, 0], sums[page, 1] = _swapped(high), _swapped(low)
     if mode == STREAM:
         _fence()
-
-
-def _compiled(signature: str, function: Callable[..., Any]) -> Any:
-    """For these types, now: a first call has a deadline. Raises ImportError."""
-    try:
-        try:
-            return njit(signature, cache=True, **_OPTIONS)(function)
-        except _CACHE_ERRORS:
-            return njit(signature, **_OPTIONS)(function)
-    except NumbaError as error:
-        raise ImportError(f"numba cannot compile {function.__name__}: {error}") from error
-
-
-sum_pages = _compiled(
-    "void(int64[::1],int64[::1],int64,int64,uint64[:,::1],int64,uint64[:,::1])", _sum_pages
-)

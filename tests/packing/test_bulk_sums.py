@@ -174,3 +174,18 @@ def test_it_is_loaded_when_it_is_needed_and_not_before() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() in ("numba", "xxhash")
     assert len(done.stderr) == 0
+
+
+def test_compiled_code_that_is_wrong_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        CompiledSummer, "sums", lambda *_: np.zeros((1, 16), np.uint8), raising=True
+    )
+    load_summer.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert load_summer().name == "xxhash"
+        assert [record.msg for record in caplog.records] == ["sums.fallback"]
+    finally:
+        load_summer.cache_clear()

@@ -9,13 +9,13 @@ Needs numba: imported by kernels.py alone. For compiled code only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic as _intrinsic
+
+from kvtier.packing.jit_numba import instructions
 
 __all__ = [
     "copy_bytes",
@@ -38,10 +38,6 @@ __all__ = [
 _insert: Any = cgutils.get_or_insert_function
 
 
-def intrinsic(function: Callable[..., Any]) -> Any:
-    return _intrinsic(function)
-
-
 _BYTE = ir.IntType(8)
 _INT = ir.IntType(32)
 _WORD = ir.IntType(64)
@@ -56,7 +52,7 @@ def _loader(kind: Any, width: Any, ordering: str = "") -> Any:
     """A function of an address; atomic with an `ordering`."""
     align = width.width // 8
 
-    @intrinsic
+    @instructions
     def load(typing: Any, address: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             pointer = _pointer(builder, args[0], width)
@@ -73,7 +69,7 @@ def _storer(kind: Any, width: Any, ordering: str = "") -> Any:
     """A function of an address and a value; atomic with an `ordering`."""
     align = width.width // 8
 
-    @intrinsic
+    @instructions
     def store(typing: Any, address: Any, value: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             pointer = _pointer(builder, args[0], width)
@@ -105,7 +101,7 @@ store_code = _storer(types.uint8, _BYTE)
 
 
 def _fence(ordering: str) -> Any:
-    @intrinsic
+    @instructions
     def fence(typing: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             builder.fence(ordering)
@@ -124,7 +120,7 @@ fence_release = _fence("release")
 fence_stream = _fence("seq_cst")
 
 
-@intrinsic
+@instructions
 def prefetch(typing: Any, address: Any) -> Any:
     """Begins to fetch the cache line of `address`, which may be any number."""
 
@@ -140,7 +136,7 @@ def prefetch(typing: Any, address: Any) -> Any:
     return types.void(types.int64), emit
 
 
-@intrinsic
+@instructions
 def copy_bytes(typing: Any, target: Any, source: Any, length: Any) -> Any:
     """The C library's memcpy between addresses that do not overlap."""
 
@@ -155,7 +151,7 @@ def copy_bytes(typing: Any, target: Any, source: Any, length: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), emit
 
 
-@intrinsic
+@instructions
 def stream_line(typing: Any, target: Any, source: Any) -> Any:
     """Copies 64 bytes past the caches to `target`, a multiple of 64, from any address."""
 

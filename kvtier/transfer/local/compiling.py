@@ -7,12 +7,11 @@ makes a float of a sum of the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
-import numba
 import numpy as np
 
+from kvtier.packing.jit_numba import part
 from kvtier.transfer.local.atomics import load_own
 from kvtier.transfer.local.entry import BUSY, EMPTY, MIX_FACTORS, NAME_BITS, PLACE_FACTORS
 
@@ -26,17 +25,10 @@ __all__ = [
     "ONE",
     "finish",
     "home",
-    "kernel",
     "mix_of",
     "opened",
-    "part",
 ]
 
-# numba's own types describe decorated functions that Python calls, which parts are not.
-_njit: Any = numba.njit
-_OPTIONS: Final = {"nogil": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}
-#: What numba raises where no folder can hold its cache, and for a cache cut short by a power cut.
-_CACHE_ERRORS: Final = (RuntimeError, OSError, EOFError, ValueError, IndexError, KeyError)
 GIVEN: Final = "Array(uint64, 1, 'C', readonly=True)"
 
 EMPTY_WORD: Final = np.uint64(EMPTY)
@@ -48,23 +40,6 @@ _LAST: Final = np.uint64(29)
 NAME: Final = np.uint64(NAME_BITS)
 FACTORS: Final = np.array(MIX_FACTORS, np.uint64)
 _P1, _P2, _P3, _P4, _P5 = (np.uint64(factor) for factor in PLACE_FACTORS)
-
-
-def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compiles for just these types, now: a first call must not compile within its deadline."""
-
-    def compiled(function: Callable[..., Any]) -> Any:
-        try:
-            return _njit(signature, cache=True, **_OPTIONS)(function)
-        except _CACHE_ERRORS:
-            return _njit(signature, **_OPTIONS)(function)
-
-    return compiled
-
-
-def part(function: Callable[..., Any]) -> Any:
-    """Compiled into the kernels that call it."""
-    return _njit(forceinline=True, **_OPTIONS)(function)
 
 
 @part

@@ -12,8 +12,10 @@ is small: it reads a word that changes with every move and looks again for what 
 stays below one half always: past that, and past PROBES_MAX, a page is refused, which its readers
 see as a miss.
 
-Memory is taken lazily, where an entry is written or looked for; `populate` takes it all ahead. A
-directory of a million pages has 256 MiB.
+The table begins small and is made anew, twice as long, whenever it is half full (header.py), so a
+directory takes 256 to 512 bytes a page of those that there are. Making it anew takes about a second
+for a million pages, and readers ask the daemon meanwhile. Memory is taken where an entry is written
+or looked for; `populate` takes it all ahead, for as many pages as there may be.
 
 Thread rule: the caller holds the store's lock for all but `populate`, which a thread of its own may
 run meanwhile, and the properties.
@@ -38,12 +40,14 @@ from kvtier.errors import LimitExceeded
 from kvtier.tiers.base import TierOperation, tier_io_error
 from kvtier.tiers.memfd import create_read_only
 from kvtier.tiers.populate import PopulateRange, populate_write
-from kvtier.transfer.local.entry import ENTRY_WORDS, Words
+from kvtier.transfer.local.entry import EMPTY, ENTRY_WORDS, Words
 from kvtier.transfer.local.header import (
     HEADER_BYTES,
+    IN_USE_WORD,
     NAMESPACE_PROBES,
     NAMESPACES_WORD,
     OPEN_WORD,
+    SHIFTS_WORD,
     Header,
     encode_header,
     header_for,
@@ -53,10 +57,12 @@ from kvtier.transfer.local.header import (
 from kvtier.transfer.local.loading import load_kernels
 from kvtier.transfer.local.mapped import MappedTable
 from kvtier.transfer.local.protocol import Kernels
+from kvtier.transfer.local.vectors import fill
 
 __all__ = ["Directory"]
 
 _POPULATE_STEP_BYTES: Final = 8 << 20
+_ENTRIES_FIRST: Final = 4096
 
 
 class Directory:
@@ -87,6 +93,7 @@ class Directory:
         self._fd, self._map = create_read_only(
             "kvtier-directory", header.file_bytes, tier=Tier.HOST
         )
+        self._header = header
         self._table: MappedTable | None = _started(self._map, header)
         self._pages = 0
         self._refused = 0
@@ -101,7 +108,13 @@ class Directory:
 
     @property
     def header(self) -> Header:
-        return self._live().header
+        self._live()
+        return self._header
+
+    @property
+    def entries(self) -> int:
+        """Entries in use: there is room for half as many pages, and then for twice as many."""
+        return self._live().header.entries
 
     @property
     def pages(self) -> int:
@@ -144,7 +157,7 @@ class Directory:
         Which have a place, shape (n,). One that has none is refused and counted; if the page had an
         entry before, that is still there. Raises TierIOError.
         """
-        table = self._live()
+        table = self._roomy(len(rows))
         rows = np.require(rows.reshape(-1, ENTRY_WORDS), np.uint64, ["C", "W"])
         placed = np.empty(len(rows), np.uint8)
         room = self._pages_max - self._pages
@@ -154,6 +167,15 @@ class Directory:
         self._longest = max(self._longest, longest)
         self._refused += len(rows) - int(np.count_nonzero(placed))
         return placed.view(np.bool_)
+
+    def fill(self, rows: Words) -> NDArray[np.bool_]:
+        """As `put_many`, for many pages that have no entry yet, in a few vector operations."""
+        table = self._roomy(len(rows))
+        room = self._pages_max - self._pages
+        placed = fill(table, rows[:room])
+        self._pages += int(np.count_nonzero(placed))
+        self._refused += len(rows) - int(np.count_nonzero(placed))
+        return np.concatenate([placed, np.zeros(len(rows) - len(placed), np.bool_)])
 
     def remove_many(self, rows: Words) -> NDArray[np.bool_]:
         """Removes the entries that entry.identities, or the entries themselves, name.
@@ -213,7 +235,7 @@ class Directory:
         For a thread of its own: it asks before every 8 MiB. Raises TierIOError.
         """
         table = self._live()
-        address, left = int(table.words.ctypes.data), table.header.file_bytes
+        address, left = int(table.words.ctypes.data), self._header.file_bytes
         while left and is_wanted():
             step = min(left, _POPULATE_STEP_BYTES)
             number = populate(address, step)
@@ -248,6 +270,29 @@ class Directory:
     ) -> None:
         self.close()
 
+    def _roomy(self, more: int) -> MappedTable:
+        """The table, made anew first if `more` pages would fill more than half of it."""
+        table = self._live()
+        in_use = table.header.entries
+        while in_use < self._header.entries and 2 * (self._pages + more) > in_use:
+            in_use *= 2
+        if in_use > table.header.entries:
+            table = self._table = self._made_anew(table, in_use)
+        return table
+
+    def _made_anew(self, table: MappedTable, in_use: int) -> MappedTable:
+        rows = table.entries[table.entries[:, 4] != EMPTY]
+        shifts = int(table.words[SHIFTS_WORD])
+        self._kernels.store(table, SHIFTS_WORD, shifts + 1)
+        table.entries[:] = 0
+        self._kernels.store(table, IN_USE_WORD, in_use)
+        made = MappedTable.over(self._map, self._header, in_use)
+        lost = len(rows) - int(np.count_nonzero(fill(made, rows)))
+        self._pages -= lost
+        self._refused += lost
+        self._kernels.store(table, SHIFTS_WORD, shifts + 2)
+        return made
+
     def _live(self) -> MappedTable:
         if self._table is None:
             raise _closed("the directory is closed")
@@ -259,7 +304,9 @@ class Directory:
 def _started(pages: mmap.mmap, header: Header) -> MappedTable:
     """The table over memory that is all zeros: of empty entries already."""
     pages[:HEADER_BYTES] = encode_header(header)
-    table = MappedTable.over(pages, header)
+    in_use = min(header.entries, _ENTRIES_FIRST)
+    table = MappedTable.over(pages, header, in_use)
+    table.words[IN_USE_WORD] = in_use
     table.words[OPEN_WORD] = 1
     return table
 

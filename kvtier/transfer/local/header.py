@@ -14,7 +14,12 @@
        120    8 mix                  u64, of the fifteen words before it, as an entry's
        128    8 shifts               u64, odd while entries are being moved to other places
        192    8 is_open              u64, 1 until the owner closes the directory
+       256    8 entries in use       u64, a power of two up to `entries`
       4096      namespace words, then zeros up to a multiple of 4096, then the entries
+
+The table begins small and is made anew, twice as long, when it is half full: entries lie where the
+number in use says, and shifts is odd meanwhile. So a directory has as much memory as its pages
+need, and not as the most that there may be.
 
 Bytes 0-127 are written once, before anybody else has the descriptor; all others may change under a
 reader, each 64-bit word at once.
@@ -45,7 +50,9 @@ from kvtier.transfer.local.entry import ENTRY_BYTES, mix_many, mix_seed
 
 __all__ = [
     "DIRECTORY_VERSION",
+    "ENTRIES_MIN",
     "HEADER_BYTES",
+    "IN_USE_WORD",
     "NAMESPACES_WORD",
     "NAMESPACE_FACTOR",
     "NAMESPACE_PROBES",
@@ -66,13 +73,14 @@ NAMESPACE_PROBES: Final = 64
 #: Places of what changes, in words from the start of the file.
 SHIFTS_WORD: Final = 128 // 8
 OPEN_WORD: Final = 192 // 8
+IN_USE_WORD: Final = 256 // 8
 NAMESPACES_WORD: Final = 4096 // 8
 
 _PAGE_BYTES: Final = 4096
 _WORDS_OF_NAMESPACE: Final = 4
 _MAGIC: Final = b"\x89KVTDIR\n"
 _HEADER: Final = struct.Struct("<8sII16sQQQQQ48xQ")
-_ENTRIES_MIN: Final = 16
+ENTRIES_MIN: Final = 16
 _ENTRIES_MAX: Final = 1 << 36
 _NAMESPACES_MIN: Final = 512
 _NAMESPACES_MAX: Final = 1 << 28
@@ -110,7 +118,7 @@ def header_for(*, pages_max: int, namespaces_max: int, boot_id: int, hash_seed: 
 
     Raises InvalidConfigValue.
     """
-    entries = max(_ENTRIES_MIN, _power_of_two(2 * pages_max))
+    entries = max(ENTRIES_MIN, _power_of_two(2 * pages_max))
     words = max(_NAMESPACES_MIN, _power_of_two(_WORDS_OF_NAMESPACE * namespaces_max))
     if pages_max < 1 or entries > _ENTRIES_MAX or namespaces_max < 1 or words > _NAMESPACES_MAX:
         raise InvalidConfigValue(
@@ -159,7 +167,7 @@ def decode_header(block: bytes, file_bytes: int) -> Header:
     if mix != _header_mix(block, boot_id):
         raise _refused("the directory's header is damaged")
     if not (
-        _is_power(entries, _ENTRIES_MIN, _ENTRIES_MAX)
+        _is_power(entries, ENTRIES_MIN, _ENTRIES_MAX)
         and _is_power(words, _NAMESPACES_MIN, _NAMESPACES_MAX)
     ):
         raise _refused(f"{entries} entries and {words} namespace words are no powers of two")

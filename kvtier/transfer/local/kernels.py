@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvtier.packing.jit_numba import compiled, part
 from kvtier.transfer.local.atomics import (
     copy_bytes,
     fence_acquire,
@@ -39,9 +40,7 @@ from kvtier.transfer.local.compiling import (
     ONE,
     finish,
     home,
-    kernel,
     opened,
-    part,
 )
 from kvtier.transfer.local.header import (
     NAMESPACE_FACTOR,
@@ -193,7 +192,7 @@ def _settle(table: Any, keys: Any, name: Any, out: Any, pending: Any, span: Any)
     return torn
 
 
-@kernel(
+@compiled(
     f"UniTuple(int64, 2)({GIVEN}, {GIVEN}, uint64, uint64[::1], int64[::1], uint8[::1], uint8[::1])"
 )
 def probe(shape: Any, words: Any, name: Any, rows: Any, places: Any, found: Any, tiers: Any) -> Any:
@@ -263,7 +262,7 @@ def _is_there(table: Any, row: Any) -> Any:
     return False
 
 
-@kernel(f"void({GIVEN}, {GIVEN}, Array(int64, 1, 'C', readonly=True), uint8[::1])")
+@compiled(f"void({GIVEN}, {GIVEN}, Array(int64, 1, 'C', readonly=True), uint8[::1])")
 def recheck(shape: Any, words: Any, places: Any, same: Any) -> Any:
     """Clears same (n) where the rows (16 n) are no longer in the table, exactly so."""
     table = opened(shape)
@@ -278,7 +277,7 @@ def recheck(shape: Any, words: Any, places: Any, same: Any) -> Any:
             same[i] = is_open and (_is_same(address, row) or _is_there(table, row))
 
 
-@kernel(f"uint64({GIVEN}, uint64)")
+@compiled(f"uint64({GIVEN}, uint64)")
 def namespace(shape: Any, number: Any) -> Any:
     """The word of a namespace number; 0 if it is not current, or the directory is closed."""
     fence_acquire()
@@ -298,7 +297,7 @@ def namespace(shape: Any, number: Any) -> Any:
 _ADDRESSES: Final = "Array(int64, 1, 'C', readonly=True)"
 
 
-@kernel(f"void(int64, {_ADDRESSES}, {_ADDRESSES}, {_ADDRESSES})")
+@compiled(f"void(int64, {_ADDRESSES}, {_ADDRESSES}, {_ADDRESSES})")
 def copy_many(base: Any, offsets: Any, targets: Any, lengths: Any) -> Any:
     """Copies lengths[i] bytes from base + offsets[i] to the address targets[i]; none overlap."""
     for i in range(len(offsets)):

@@ -16,6 +16,7 @@ Fork rule: a child does not get the memory, and every use there raises ForkedCli
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -29,10 +30,17 @@ from numpy.typing import NDArray
 from kvtier.errors import ClientClosed, DirectoryError, ForkedClient, UnknownHandle
 from kvtier.tiers.memfd import READ_ONLY_SEALS, found_seals, map_shared
 from kvtier.transfer.local.entry import ENTRY_WORDS, key_words, name_word
-from kvtier.transfer.local.header import HEADER_BYTES, OPEN_WORD, Header, decode_header
+from kvtier.transfer.local.header import (
+    ENTRIES_MIN,
+    HEADER_BYTES,
+    IN_USE_WORD,
+    OPEN_WORD,
+    Header,
+    decode_header,
+)
 from kvtier.transfer.local.loading import load_kernels
 from kvtier.transfer.local.mapped import MappedTable
-from kvtier.transfer.local.protocol import Found, Kernels
+from kvtier.transfer.local.protocol import ROUNDS_MAX, Found, Kernels
 
 __all__ = ["DirectoryView"]
 
@@ -55,14 +63,16 @@ class DirectoryView:
                 f"the directory of {header.file_bytes} bytes cannot be mapped: {error.strerror}",
                 remedy="raise the limit of address space (ulimit -v), or use another plane",
             ) from error
-        self._table: MappedTable | None = MappedTable.over(self._map, header)
-        self._count_lock = threading.Lock()
+        self._header = header
+        self._table: MappedTable | None = _present(self._map, header)
+        self._lock = threading.Lock()
         self._torn_reads = 0
         self._doubts = 0
 
     @property
     def header(self) -> Header:
-        return self._live().header
+        self._live()
+        return self._header
 
     @property
     def torn_reads(self) -> int:
@@ -100,9 +110,17 @@ class DirectoryView:
         table = self._live()
         words = key_words(keys)
         found = Found.room_for(len(words) // 4, with_entries=with_entries)
-        torn, doubts = self._kernels.probe(table, words, name_word(namespace, shard), found)
+        name = name_word(namespace, shard)
+        torn, doubts = self._kernels.probe(table, words, name, found)
+        for _ in range(ROUNDS_MAX):
+            if _in_use(table) == table.header.entries:
+                break
+            # It was made anew meanwhile, and the search may have been in the wrong places.
+            table = self._live()
+            more, doubts = self._kernels.probe(table, words, name, found)
+            torn += more
         if torn or doubts:
-            with self._count_lock:
+            with self._lock:
                 self._torn_reads += torn
                 self._doubts += doubts
         return found
@@ -131,7 +149,8 @@ class DirectoryView:
 
     def close(self) -> None:
         """Unmap. Again does nothing."""
-        table, self._table = self._table, None
+        with self._lock:
+            table, self._table = self._table, None
         if table is None:
             return
         if self._pid != os.getpid():
@@ -162,7 +181,28 @@ class DirectoryView:
                 "the directory view belongs to the parent process",
                 remedy="connect in the process that uses it",
             )
+        if _in_use(table) != table.header.entries:
+            table = self._resized()
         return table
+
+    def _resized(self) -> MappedTable:
+        """The table of as many entries as are in use now; what calls that run have stays theirs."""
+        with self._lock:
+            if self._table is None:
+                raise ClientClosed("the directory view is closed", remedy="connect again")
+            self._table = _present(self._map, self._header)
+            return self._table
+
+
+def _in_use(table: MappedTable) -> int:
+    return int(table.words[IN_USE_WORD])
+
+
+def _present(pages: mmap.mmap, header: Header) -> MappedTable:
+    """The table of as many entries as are in use; of all, where the word makes no sense."""
+    (in_use,) = np.frombuffer(pages, np.uint64, count=1, offset=8 * IN_USE_WORD).tolist()
+    is_sound = ENTRIES_MIN <= in_use <= header.entries and in_use & (in_use - 1) == 0
+    return MappedTable.over(pages, header, in_use if is_sound else None)
 
 
 def _checked_header(fd: int, boot_id: int) -> Header:

@@ -7,12 +7,12 @@ as long as the kernel runs.
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from kvtier.transfer.local.entry import Words, mix_seed
+from kvtier.transfer.local.entry import ENTRY_WORDS, Words, mix_seed
 from kvtier.transfer.local.header import NAMESPACES_WORD, Header
 
 __all__ = [
@@ -38,9 +38,9 @@ NAMESPACE_WORDS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class MappedTable:
-    """`words` is the whole file as uint64, `entries` its rows of sixteen; `shape` (7 uint64) is
-    for compiled code: addresses of the file and of entry 0, entry mask, hash shift, hash seed, mix
-    seed, namespace words.
+    """`words` is the whole file as uint64, `entries` the rows of sixteen that are in use, and
+    `header` the file's with their number; `shape` (7 uint64) is for compiled code: addresses of the
+    file and of entry 0, entry mask, hash shift, hash seed, mix seed, namespace words.
     """
 
     header: Header
@@ -50,9 +50,13 @@ class MappedTable:
     shape: Words
 
     @classmethod
-    def over(cls, pages: mmap.mmap | bytearray, header: Header) -> MappedTable:
-        """Of a map of at least `header.file_bytes`."""
+    def over(
+        cls, pages: mmap.mmap | bytearray, header: Header, in_use: int | None = None
+    ) -> MappedTable:
+        """Of a map of at least `header.file_bytes`, `in_use` entries of it (None: all)."""
         words = np.frombuffer(pages, np.uint64, count=header.file_bytes // 8)
+        if in_use is not None:
+            header = replace(header, entries=in_use)
         address = int(words.ctypes.data)
         first = header.entries_offset // 8
         shape = np.array(
@@ -70,7 +74,7 @@ class MappedTable:
         return cls(
             header,
             words,
-            words[first:].reshape(header.entries, -1),
+            words[first : first + header.entries * ENTRY_WORDS].reshape(header.entries, -1),
             words[NAMESPACES_WORD : NAMESPACES_WORD + header.namespace_words],
             shape,
         )

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvtier.packing.jit_numba import compiled, part
 from kvtier.transfer.local.atomics import (
     fence_release,
     load_acquire,
@@ -28,10 +29,8 @@ from kvtier.transfer.local.compiling import (
     NAME,
     ONE,
     home,
-    kernel,
     mix_of,
     opened,
-    part,
 )
 from kvtier.transfer.local.header import SHIFTS_WORD
 from kvtier.transfer.local.protocol import PROBES_MAX
@@ -89,7 +88,7 @@ def _fetch(table: Any, rows: Any, count: Any) -> Any:
         prefetch(table[1] + place * 128 + 64)
 
 
-@kernel(f"UniTuple(int64, 3)({GIVEN}, uint64[::1], uint8[::1], int64)")
+@compiled(f"UniTuple(int64, 3)({GIVEN}, uint64[::1], uint8[::1], int64)")
 def write(shape: Any, words: Any, placed: Any, room: Any) -> Any:
     """Writes rows (16 n), at most `room` new ones; (new, steps, most steps for one row)."""
     table = opened(shape)
@@ -142,7 +141,7 @@ def _close_up(table: Any, hole: Any) -> Any:
     return steps
 
 
-@kernel(f"UniTuple(int64, 2)({GIVEN}, {GIVEN}, uint8[::1])")
+@compiled(f"UniTuple(int64, 2)({GIVEN}, {GIVEN}, uint8[::1])")
 def remove(shape: Any, words: Any, removed: Any) -> Any:
     """Removes the entries that rows (16 n, words 0-5) name; (removed, steps)."""
     table = opened(shape)
@@ -167,7 +166,7 @@ def remove(shape: Any, words: Any, removed: Any) -> Any:
     return count, steps
 
 
-@kernel(f"void({GIVEN})")
+@compiled(f"void({GIVEN})")
 def empty(shape: Any) -> Any:
     """Empties every entry that is not."""
     table = opened(shape)
@@ -177,7 +176,7 @@ def empty(shape: Any) -> Any:
             _clear(entry)
 
 
-@kernel(f"void({GIVEN}, int64, uint64)")
+@compiled(f"void({GIVEN}, int64, uint64)")
 def store(shape: Any, word: Any, value: Any) -> Any:
     """Sets a word of the header or the namespace words, by its index in the file."""
     store_release(np.int64(shape[0]) + 8 * word, value)

@@ -42,7 +42,7 @@ from kvtier.transfer.local.protocol import (
     Found,
 )
 
-__all__ = ["NumpyKernels"]
+__all__ = ["NumpyKernels", "fill"]
 
 _NAME = np.uint64(NAME_BITS)
 
@@ -160,6 +160,30 @@ class NumpyKernels:
             offsets.tolist(), targets.tolist(), lengths.tolist(), strict=True
         ):
             ctypes.memmove(target, base + offset, length)
+
+
+def fill(table: MappedTable, rows: Words) -> NDArray[np.bool_]:
+    """Enters rows (n, 16) of pages that have no entry, as Kernels.write does, all together: for
+    thousands of them. Which have a place, shape (n,).
+
+    What a reader meets meanwhile may be torn, which the mix shows.
+    """
+    rows[:, 15] = mix_many(rows, int(table.shape[MIX_SEED]))
+    places = _places(table, rows[:, :4], rows[:, 4] & _NAME)
+    entries, mask = table.entries, table.header.entries - 1
+    placed = np.zeros(len(rows), np.bool_)
+    looking = np.arange(len(rows))
+    for _ in range(PROBES_MAX):
+        if not len(looking):
+            break
+        first = looking[entries[places[looking], 4] == EMPTY]
+        # Of those that want the same place the last one gets it; the others go on.
+        entries[places[first]] = rows[first]
+        won = (entries[places[first]] == rows[first]).all(axis=1)
+        placed[first[won]] = True
+        looking = looking[~placed[looking]]
+        places[looking] = (places[looking] + 1) & mask
+    return placed
 
 
 def _places(table: MappedTable, keys: Words, names: Words | np.uint64) -> NDArray[np.int64]:

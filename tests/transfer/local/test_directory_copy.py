@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from directory_parts import KERNELS, kernels_named
 
 from kvtier.transfer.local.protocol import STREAM_BYTES_MIN
+from tests.transfer.local.directory_parts import KERNELS, kernels_named
 
 LENGTHS = [0, 1, 63, 64, 65, 4096, STREAM_BYTES_MIN - 1, STREAM_BYTES_MIN, STREAM_BYTES_MIN + 77]
 

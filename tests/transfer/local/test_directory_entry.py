@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from directory_parts import BOOT_ID, KERNELS, content, directory, keys_of, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +32,14 @@ from kvtier.transfer.local.header import (
     header_for,
     namespace_place,
     namespace_word,
+)
+from tests.transfer.local.directory_parts import (
+    BOOT_ID,
+    KERNELS,
+    content,
+    directory,
+    keys_of,
+    rows_of,
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "directory_v1.hex"

@@ -8,7 +8,6 @@ import os
 import threading
 
 import pytest
-from directory_parts import BOOT_ID, KERNELS, directory, kernels_named, keys_of, rows_of
 
 from kvtier.core.page import Tier
 from kvtier.errors import LimitExceeded, TierIOError
@@ -16,6 +15,14 @@ from kvtier.testing.leaks import no_leaks
 from kvtier.tiers.memfd import READ_ONLY_SEALS, create_read_only, found_seals
 from kvtier.transfer.local.header import NAMESPACE_PROBES
 from kvtier.transfer.local.lookup import DirectoryView
+from tests.transfer.local.directory_parts import (
+    BOOT_ID,
+    KERNELS,
+    directory,
+    kernels_named,
+    keys_of,
+    rows_of,
+)
 
 
 def view(made, kernels="numpy"):

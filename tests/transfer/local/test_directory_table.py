@@ -6,7 +6,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from directory_parts import (
+
+from kvtier.core.page import Tier
+from kvtier.errors import TierIOError
+from kvtier.transfer.local.entry import PLACE_FACTORS, identities
+from kvtier.transfer.local.lookup import DirectoryView
+from kvtier.transfer.local.protocol import HIT, MISS, PROBES_MAX
+from tests.transfer.local.directory_parts import (
     BOOT_ID,
     KERNELS,
     NAMESPACE,
@@ -17,12 +23,6 @@ from directory_parts import (
     keys_of,
     rows_of,
 )
-
-from kvtier.core.page import Tier
-from kvtier.errors import TierIOError
-from kvtier.transfer.local.entry import PLACE_FACTORS, identities
-from kvtier.transfer.local.lookup import DirectoryView
-from kvtier.transfer.local.protocol import HIT, MISS, PROBES_MAX
 
 WHERE = {"namespace": NAMESPACE, "shard": SHARD}
 

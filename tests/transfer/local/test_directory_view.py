@@ -10,18 +10,6 @@ import threading
 
 import numpy as np
 import pytest
-from directory_parts import (
-    BOOT_ID,
-    KERNELS,
-    NAMESPACE,
-    SHARD,
-    content,
-    directory,
-    forged,
-    kernels_named,
-    keys_of,
-    rows_of,
-)
 
 from kvtier.core.page import Tier
 from kvtier.errors import (
@@ -41,6 +29,18 @@ from kvtier.transfer.local.loading import agrees, load_kernels
 from kvtier.transfer.local.lookup import DirectoryView
 from kvtier.transfer.local.protocol import DOUBT, HIT, MISS, READS_MAX
 from kvtier.transfer.local.vectors import NumpyKernels
+from tests.transfer.local.directory_parts import (
+    BOOT_ID,
+    KERNELS,
+    NAMESPACE,
+    SHARD,
+    content,
+    directory,
+    forged,
+    kernels_named,
+    keys_of,
+    rows_of,
+)
 
 #: In numpy such a table takes a second.
 HOSTILE = [pytest.param("numba", seed, marks=KERNELS[0].marks) for seed in range(4)]

@@ -1,0 +1,68 @@
+"""How functions are compiled by numba here: for given types, when their module is imported, because
+a first call has a deadline; without the interpreter lock, and with floating point as written.
+
+Importing this needs numba. What is compiled lies in numba's cache, beside the module or in the
+user's cache folder; where no folder can hold it, or a power cut has torn it, it is compiled again.
+The cache of a function notices a change of its own module alone, so what is compiled into a kernel
+should lie beside it, or be compared with something else when it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numba
+from numba.core import caching
+from numba.core.errors import NumbaError
+from numba.extending import intrinsic
+
+__all__ = ["compiled", "instructions", "part"]
+
+_OPTIONS: Final[dict[str, Any]] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "fastmath": False,
+    "boundscheck": False,
+}
+#: What numba raises where no folder can hold its cache, and for one that a power cut has torn (the
+#: last as its own module knows it: nothing else here has to do with such files).
+_CACHE_ERRORS: Final[tuple[type[Exception], ...]] = (
+    RuntimeError,
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    IndexError,
+    getattr(getattr(caching, "pickle", None), "UnpicklingError", EOFError),
+)
+
+# numba's own types describe decorated functions as Python calls them, which parts are not.
+_njit: Any = numba.njit
+_intrinsic: Any = intrinsic
+
+
+def compiled(signatures: str | Sequence[str]) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function that Python calls. Raises ImportError where numba cannot."""
+    given = signatures if isinstance(signatures, str) else list(signatures)
+
+    def compile_now(function: Callable[..., Any]) -> Any:
+        try:
+            try:
+                return _njit(given, cache=True, **_OPTIONS)(function)
+            except _CACHE_ERRORS:
+                return _njit(given, **_OPTIONS)(function)
+        except NumbaError as error:
+            raise ImportError(f"numba cannot compile {function.__name__}: {error}") from error
+
+    return compile_now
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """Becomes a part of the functions that call it."""
+    return _njit(forceinline=True, **_OPTIONS)(function)
+
+
+def instructions(function: Callable[..., Any]) -> Any:
+    """What `function` writes in place of a call to it. Its first argument is numba's own."""
+    return _intrinsic(function)
