@@ -10,7 +10,7 @@ Immutable: usable from any thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, cast, overload
 
 from kvtier.core.page import KEY_BYTES
 from kvtier.errors import KeyLengthError
@@ -72,6 +72,8 @@ def checked_keys(keys: Sequence[bytes | bytearray | memoryview]) -> list[bytes]:
         raise KeyLengthError(
             f"keys is one {type(keys).__name__}", remedy="pass a sequence of keys, also for one key"
         )
+    if isinstance(keys, KeyChain) or _are_keys(keys):
+        return list(keys)
     checked = []
     for index, key in enumerate(keys):
         if type(key) is not bytes:
@@ -83,6 +85,13 @@ def checked_keys(keys: Sequence[bytes | bytearray | memoryview]) -> list[bytes]:
             )
         checked.append(key)
     return checked
+
+
+def _are_keys(keys: Sequence[object]) -> TypeGuard[Sequence[bytes]]:
+    """Whether all are bytes of the right length, seen in two quick passes."""
+    if type(keys) not in (list, tuple) or set(map(type, keys)) != {bytes}:
+        return False
+    return set(map(len, cast("Sequence[bytes]", keys))) == {KEY_BYTES}
 
 
 def keys_of_hashes(hashes: Iterable[str | Buffer]) -> list[bytes]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.client.local_get import LocalGet
 from kvtier.client.local_link import LocalLink
@@ -22,10 +23,14 @@ from kvtier.client.reading import GetOptions, Reader
 from kvtier.core.page import GetCode
 from kvtier.errors import ClientClosed
 from kvtier.packing.layout import Layout
-from kvtier.transfer.local.protocol import DOUBT
+from kvtier.transfer.local.protocol import DOUBT, HIT, MISS
 from kvtier.transfer.planes.values import LookupReply, OpenedNamespace
 
 __all__ = ["LocalCounts", "LocalReads"]
+
+_IN_DOUBT = 0
+#: What the directory's outcomes are to callers.
+_ANSWERS = bytes({HIT: GetCode.HIT, MISS: GetCode.MISS}.get(code, _IN_DOUBT) for code in range(256))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,13 @@ class LocalCounts:
         )
 
 
+def _joined(codes: NDArray[np.uint8], others: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """HIT where both are, DOUBT where one is."""
+    joined = np.where((codes == HIT) & (others == HIT), np.uint8(HIT), np.uint8(MISS))
+    joined[(codes == DOUBT) | (others == DOUBT)] = DOUBT
+    return joined
+
+
 class LocalReads:
     """`tell_soon` has `link.tell` called within a second."""
 
@@ -71,28 +83,27 @@ class LocalReads:
         self, layout: Layout, opened: OpenedNamespace, keys: Sequence[bytes]
     ) -> LookupReply | None:
         """None: only the daemon can say. HIT needs every shard, as the daemon's lookup does."""
-        shard, number = layout.shard, opened.namespace_number
+        shard, number = layout.shard.index, opened.namespace_number
         view = self.link.view
         try:
-            found = view.lookup(keys, namespace=number, shard=shard.index, with_entries=False)
-            tiers, is_hit, in_doubt = found.tiers, found.hits, DOUBT in found.codes
-            for other in range(layout.shard_count):
-                if other != shard.index:
+            found = view.lookup(keys, namespace=number, shard=shard, with_entries=False)
+            codes, tiers = found.codes, found.tiers
+            for other in range(layout.shard_count if layout.shard_count > 1 else 0):
+                if other != shard:
                     there = view.lookup(keys, namespace=number, shard=other, with_entries=False)
-                    is_hit &= there.hits
-                    in_doubt = in_doubt or DOUBT in there.codes
+                    codes, tiers = _joined(codes, there.codes), np.minimum(tiers, there.tiers)
             is_current = view.namespace_is_current(number, opened.generation)
         except ClientClosed:
             return None
-        if not is_current or in_doubt or not self.link.is_alive():
+        answers = codes.tobytes().translate(_ANSWERS)
+        if not is_current or _IN_DOUBT in answers or not self.link.is_alive():
             self._count(left=len(keys))
             return None
-        hits = int(np.count_nonzero(is_hit))
         self._count(lookups=len(keys))
-        if self.link.note_lookup(number, shard.index, hits=hits, misses=len(keys) - hits):
+        hits = answers.count(GetCode.HIT)
+        if self.link.note_lookup(number, shard, hits=hits, misses=len(keys) - hits):
             self._tell_soon()
-        answers = np.where(is_hit, np.uint8(GetCode.HIT), np.uint8(GetCode.MISS))
-        return LookupReply(answers.tobytes(), (tiers * is_hit).tobytes())
+        return LookupReply(answers, tiers.tobytes())
 
     def get(self, reader: Reader, options: GetOptions, opened: OpenedNamespace) -> list[int]:
         """Gives pages their outcome; the indices that are left to the daemon."""
