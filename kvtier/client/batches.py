@@ -9,7 +9,8 @@ Functions run on the connection's event loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BegunGet",
     "begin_get",
+    "begin_get_on_loop",
     "delete",
     "finish_get",
     "get_code",
@@ -116,7 +118,7 @@ async def lookup(
     return LookupReply(bytes(codes), bytes(tiers))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BegunGet:
     """A get of which some pages (`left`) are still to be had from the daemon."""
 
@@ -126,12 +128,30 @@ class BegunGet:
 
 def begin_get(ns: AsyncNamespace, call: GetCall) -> BegunGet:
     """Takes what shared memory has. Any thread."""
+    begun = _nothing_yet(ns, call)
+    for _ in _local_slices(ns, call, begun):
+        pass
+    return begun
+
+
+async def begin_get_on_loop(ns: AsyncNamespace, call: GetCall) -> BegunGet:
+    """As `begin_get`, with turns for others between slices."""
+    begun = _nothing_yet(ns, call)
+    for _ in _local_slices(ns, call, begun):
+        await asyncio.sleep(0)
+    return begun
+
+
+def _nothing_yet(ns: AsyncNamespace, call: GetCall) -> BegunGet:
     reader = Reader(ns.layout, call.keys, call.rows, verify=ns.link.settings.verify)
+    return BegunGet(reader, range(len(call.keys)))
+
+
+def _local_slices(ns: AsyncNamespace, call: GetCall, begun: BegunGet) -> Iterator[None]:
     opened = ns.opened
     reads = None if opened is None else ns.link.local.reads(opened.boot_id)
-    if reads is None or opened is None or not call.keys:
-        return BegunGet(reader, range(len(call.keys)))
-    return BegunGet(reader, reads.get(reader, call.options, opened))
+    if reads is not None and opened is not None and call.keys:
+        begun.left = yield from reads.get(begun.reader, call.options, opened, call.deadline)
 
 
 def lookup_here(ns: AsyncNamespace, keys: Sequence[bytes]) -> LookupReply | None:

@@ -144,7 +144,7 @@ class AsyncLease:
         """Copies of the pages, also of those that are not held but there."""
         within = self.within(deadline)
         call = GetCall.of(self._ns.layout, self._keys, None, None, {}, deadline=within)
-        return await self._ns.finish_get(call, self._ns.begin_get(call))
+        return await self._ns.send_get(call)
 
     async def pages(self, *, deadline: Within = None) -> Sequence[bytearray | None]:
         """The raw bytes of each page (a copy over grpc), None where it is not there."""

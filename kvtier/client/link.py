@@ -195,7 +195,7 @@ class Link:
             return
         self._is_closed = True
         self.codec.close()
-        self.local.close()
+        await self.local.close()
         try:
             if self._session_id:
                 await self.plane.close_session(self._session_id, Deadline.after(_CLOSE_S_MAX))

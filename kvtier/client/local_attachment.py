@@ -1,8 +1,11 @@
 """Whether a connection reads the daemon's shared memory, and why not.
 
 Attaching goes on beside the calls, which go over gRPC until it is done: the first attachment of a
-process loads the compiled loops, for half a second. When the daemon ends the attachment ends with
-it, and the next daemon that a namespace is opened at is attached to anew.
+process loads the compiled loops, for half a second. When the daemon ends, or cuts the connection
+off, its memory is let go of at once, and attaching is tried again, after a failure ever less often.
+
+A process must not be forked while another thread imports: the child would wait for that thread,
+which it does not have. So a fork waits until what is being loaded here is there.
 
 `offered` and `close` belong to the connection's event loop; all else may be called from any thread.
 """
@@ -11,7 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +25,8 @@ from typing import Final
 from kvtier.client.local_link import LocalLink
 from kvtier.client.local_reads import LocalCounts, LocalReads
 from kvtier.errors import KvtierError
+from kvtier.packing.bulk_sums import load_summer
+from kvtier.transfer.local.loading import load_kernels
 
 __all__ = ["LocalAttachment", "LocalState"]
 
@@ -27,29 +35,52 @@ log = logging.getLogger(__name__)
 #: The daemon hears of what was used within a second.
 _TELL_S: Final = 0.5
 _CLOSE_S_MAX: Final = 0.5
-_ENDED: Final = "the daemon has ended"
+_POLL_S: Final = 0.01
+_RETRY_S: Final = 1.0
+_RETRY_S_MAX: Final = 60.0
+_FORK_WAITS_S: Final = 60.0
+
+_loading: Final = threading.Lock()
+
+
+def _after_fork() -> None:
+    with suppress(RuntimeError):  # the wait was given up
+        _loading.release()
+
+
+os.register_at_fork(
+    before=lambda: _loading.acquire(timeout=_FORK_WAITS_S),
+    after_in_parent=_after_fork,
+    after_in_child=_after_fork,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalState:
-    """`reason` says why a connection is not attached; `kernels` which inner loops it uses."""
+    """`reason` says why a connection is not attached; `kernels` which inner loops it uses; `untold`
+    how many uses of pages the daemon was too busy to hear of.
+    """
 
     is_attached: bool
     reason: str
     kernels: str
     counts: LocalCounts
+    untold: int
 
 
 class LocalAttachment:
     def __init__(self, client_name: str, *, is_wanted: bool) -> None:
         self._client_name = client_name
         self._is_wanted = is_wanted
-        self._lock = threading.Lock()  # of what the attaching thread and the loop both change
+        self._lock = threading.Lock()  # of everything below
         self._reads: LocalReads | None = None
-        self._boot_id = 0  # that was tried last
+        self._offer: tuple[str, int] | None = None  # socket and boot
         self._reason = "no namespace was opened yet" if is_wanted else 'plane is "grpc"'
         self._counts = LocalCounts()  # of attachments that have ended
+        self._untold = 0
         self._thread: threading.Thread | None = None
+        self._try_at = 0.0
+        self._pause_s = _RETRY_S
         self._loop: asyncio.AbstractEventLoop | None = None
         self._telling: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -57,76 +88,142 @@ class LocalAttachment:
     @property
     def state(self) -> LocalState:
         with self._lock:
-            reads, reason, counts = self._reads, self._reason, self._counts
+            reads, counts, untold = self._reads, self._counts, self._untold
             if reads is not None:
-                counts += reads.counts
-                reason = "" if reads.link.is_alive() else _ENDED
+                counts, untold = counts + reads.counts, untold + reads.link.untold
             return LocalState(
-                is_attached=not reason,
-                reason=reason,
+                is_attached=reads is not None,
+                reason="" if reads is not None else self._reason,
                 kernels=reads.link.view.kernels if reads is not None else "",
                 counts=counts,
+                untold=untold,
             )
 
     def reads(self, boot_id: int) -> LocalReads | None:
-        """What reads the memory of this boot, if attached to it."""
+        """What reads the memory of this boot, if attached to it; else attaching is tried again when
+        its time has come.
+        """
         reads = self._reads
-        return reads if reads is not None and self._boot_id == boot_id else None
+        if reads is not None:
+            return reads if reads.link.boot_id == boot_id else None
+        if self._offer is not None and time.monotonic() >= self._try_at:
+            self._begin()
+        return None
 
     def offered(self, socket_path: str, boot_id: int) -> None:
         """A daemon of this boot answers, and has a control socket there (empty: none)."""
-        if not self._is_wanted or self._is_closed or boot_id == self._boot_id:
+        if not self._is_wanted or (self._offer is not None and self._offer[1] == boot_id):
             return
-        if self._thread is not None and self._thread.is_alive():
-            return  # the next call that opens a namespace looks again
-        self._let_go()
-        self._boot_id = boot_id
-        if not socket_path:
-            self._reason = "the daemon does not serve the local plane (local.plane)"
-            return
-        self._reason = "attaching"
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(
-            target=self._attach, args=(socket_path, boot_id), name="kvtier-attach", daemon=True
-        )
-        self._thread.start()
+        self._let_go("another daemon answers")
+        with self._lock:
+            self._offer = (socket_path, boot_id) if socket_path else None
+            self._try_at, self._pause_s = 0.0, _RETRY_S
+            if not socket_path:
+                self._reason = "the daemon does not serve the local plane (local.plane)"
+        if socket_path:
+            self._begin()
 
-    def close(self) -> None:
-        self._is_closed = True
+    async def close(self) -> None:
+        """Lets go; an attachment that is under way ends by itself."""
+        with self._lock:
+            self._is_closed = True
+            thread = self._thread
         if self._telling is not None:
             self._telling.cancel()
-        self._let_go()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S_MAX)
+        self._let_go("the connection is closed")
+        deadline = time.monotonic() + _CLOSE_S_MAX
+        # A thread's end sets no event.
+        while thread and thread.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+
+    def _begin(self) -> None:
+        """Tries to attach, in a thread, unless one does."""
+        with self._lock:
+            is_busy = self._thread is not None and self._thread.is_alive()
+            if self._is_closed or self._offer is None or self._reads is not None or is_busy:
+                return
+            self._reason = "attaching"
+            self._thread = threading.Thread(
+                target=self._attach, args=self._offer, name="kvtier-attach", daemon=True
+            )
+            self._thread.start()
 
     def _attach(self, socket_path: str, boot_id: int) -> None:
         try:
+            with _loading:
+                load_kernels()
+                load_summer()
             link = LocalLink.attach(socket_path, boot_id=boot_id, client_name=self._client_name)
         except KvtierError as error:
-            self._reason = str(error)
-            log.warning("local.not_attached", extra={"why": str(error), "remedy": error.remedy})
+            self._failed(str(error), error.remedy)
+            return
+        except Exception:
+            # An engine must not lose a thread to its cache without a word.
+            log.exception("local.attach_crashed")
+            self._failed("an unexpected error, see the log", "report it; calls go over gRPC")
             return
         with self._lock:
-            if not self._is_closed:
-                self._reads = LocalReads(link, self._tell_soon)
-                return
-        link.close()
+            is_wanted = not self._is_closed and self._offer == (socket_path, boot_id)
+            if is_wanted:
+                self._reads = LocalReads(link, self._tell_soon, self._ended)
+                self._pause_s = _RETRY_S
+        if is_wanted:
+            self._on_loop(self._watch)
+        else:
+            link.close()
 
-    def _let_go(self) -> None:
+    def _failed(self, why: str, remedy: str) -> None:
+        with self._lock:
+            self._reason = why
+            self._try_at = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _RETRY_S_MAX)
+        log.warning("local.not_attached", extra={"why": why, "remedy": remedy})
+
+    def _watch(self) -> None:
+        """Lets go when the daemon ends, also while nobody calls."""
+        reads = self._reads
+        if reads is not None and self._loop is not None:
+            self._loop.add_reader(reads.link.fileno(), self._ended)
+
+    def _ended(self) -> None:
+        """The control socket says something: its end, or why it was cut off."""
+        reads = self._reads
+        if reads is not None:
+            self._let_go(reads.link.farewell())
+
+    def _let_go(self, why: str) -> None:
         with self._lock:
             reads, self._reads = self._reads, None
-            if reads is not None:
-                self._counts += reads.counts
-                self._reason = _ENDED
-        if reads is not None:
+            if reads is None:
+                return
+            self._counts += reads.counts
+            self._untold += reads.link.untold
+            self._reason = why
+            self._try_at = time.monotonic() + self._pause_s
+
+        def close() -> None:
+            if self._loop is not None:
+                self._loop.remove_reader(reads.link.fileno())
             reads.link.close()
 
+        # Calls that run keep the memory until they end; it is unmapped by whoever is the last.
+        reads.link.view.close()
+        if not self._on_loop(close):
+            reads.link.close()
+
+    def _on_loop(self, call: Callable[[], None]) -> bool:
+        """Has `call` run on the connection's loop; False when that was closed."""
+        if self._loop is None:
+            return False
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            return False
+        return True
+
     def _tell_soon(self) -> None:
-        loop = self._loop
-        if loop is None or self._is_closed:
-            return
-        with suppress(RuntimeError):  # the loop was closed meanwhile, and the connection with it
-            loop.call_soon_threadsafe(self._tell_later)
+        self._on_loop(self._tell_later)
 
     def _tell_later(self) -> None:
         if not self._is_closed and self._loop is not None:
@@ -134,5 +231,5 @@ class LocalAttachment:
 
     def _tell(self) -> None:
         reads = self._reads
-        if reads is not None:
-            reads.link.tell()
+        if reads is not None and reads.link.tell():
+            self._tell_later()

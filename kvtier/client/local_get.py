@@ -12,6 +12,7 @@ A LocalGet belongs to one call and one thread.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -25,12 +26,16 @@ from kvtier.packing.checksum import bound_blocks
 from kvtier.packing.record import HEADER_BYTES
 from kvtier.transfer.local.entry import LENGTH_BYTES_MAX, entry_fits
 from kvtier.transfer.local.protocol import DOUBT, Found
+from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import OpenedNamespace
 
 __all__ = ["LocalGet"]
 
 _SLOT_BYTES: Final = 4096
 _TRIES: Final = 2
+#: Copied between two looks at the clock; also the most memory for pages that have no place of their
+#: own in host memory.
+_SLICE_BYTES: Final = 16 << 20
 _SLOT_WORD, _PACKED_WORD, _GENERATION_WORD = 6, 7, 5
 _SUM_WORDS: Final = slice(8, 10)
 
@@ -39,8 +44,14 @@ class LocalGet:
     """`left` are the indices that only the daemon can answer; all others have their outcome."""
 
     def __init__(
-        self, link: LocalLink, reader: Reader, options: GetOptions, opened: OpenedNamespace
+        self,
+        link: LocalLink,
+        reader: Reader,
+        options: GetOptions,
+        opened: OpenedNamespace,
+        deadline: Deadline,
     ) -> None:
+        self._deadline = deadline
         self._link = link
         self._reader = reader
         self._options = options
@@ -51,16 +62,25 @@ class LocalGet:
         self.sums_failed = 0
         self.in_doubt = 0
 
-    def run(self) -> None:
-        """Raises ClientClosed when the link ends meanwhile."""
-        todo = np.arange(len(self._reader.keys))
+    def slices(self) -> Iterator[None]:
+        """Does the get, pausing after every so many bytes: who runs it may do something else then,
+        or stop. Raises ClientClosed when the link ends meanwhile.
+        """
+        every = np.arange(len(self._reader.keys))
         if Codec.RAW not in self._options.accept:
-            self.left.update(todo.tolist())
+            self.left.update(every.tolist())
             return
-        for _ in range(_TRIES):
-            if len(todo):
-                todo = self._look(todo)
-        self.left.update(todo.tolist())
+        step = max(1, _SLICE_BYTES // self._reader.layout.raw_bytes)
+        for begin in range(0, len(every), step):
+            if begin and self._deadline.has_passed:
+                self._reader.time_out(every[begin:])
+                return
+            todo = every[begin : begin + step]
+            for _ in range(_TRIES):
+                if len(todo):
+                    todo = self._look(todo)
+            self.left.update(todo.tolist())
+            yield
 
     def _look(self, todo: NDArray[np.int64]) -> NDArray[np.int64]:
         """One look at the pages of `todo`; those to look at once more."""

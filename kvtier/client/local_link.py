@@ -15,7 +15,9 @@ import os
 import socket
 import struct
 import threading
+import weakref
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, Self
 
 import numpy as np
@@ -33,14 +35,17 @@ __all__ = ["LocalLink"]
 _ATTACH_S_MAX: Final = 2.0
 _CREDENTIALS: Final = struct.Struct("3i")
 _FDS: Final = 2
+#: Pages of one namespace whose uses wait for a daemon that is busy.
+_KEYS_KEPT_MAX: Final = 65_536
+_SEND_BUFFER_BYTES: Final = 1 << 20
 _REMEDY: Final = "calls go over gRPC meanwhile; see the daemon's log"
 
 
 @dataclass(slots=True)
 class _Usage:
-    """Of one namespace and shard, not told yet."""
+    """Of one namespace and shard, not told yet; `keys` in the order of their last use."""
 
-    keys: list[bytes] = field(default_factory=list)
+    keys: dict[bytes, None] = field(default_factory=dict)
     lookup_hits: int = 0
     lookup_misses: int = 0
     get_hits: int = 0
@@ -48,19 +53,34 @@ class _Usage:
     get_bytes: int = 0
 
 
+#: Links of this process: a forked child must not hold on to the daemon's places for clients.
+_links: weakref.WeakSet[LocalLink] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for link in list(_links):
+        link.control.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class LocalLink:
     def __init__(
         self, control: socket.socket, arena: NDArray[np.uint8], view: DirectoryView
     ) -> None:
-        self._control = control
+        self.control = control
         self._lock = threading.Lock()
         self._usage: dict[tuple[int, int], _Usage] = {}
+        self._is_telling = False
         self.arena = arena
         self.arena_address = int(arena.ctypes.data)
         self.summer = load_summer()
         self.view = view
-        #: Batches of what was used that the daemon was too busy to hear.
+        self.boot_id = view.header.boot_id
+        #: Uses of pages that the daemon was too busy to hear of.
         self.untold = 0
+        _links.add(self)
 
     @classmethod
     def attach(cls, path: str, *, boot_id: int, client_name: str) -> Self:
@@ -71,6 +91,7 @@ class LocalLink:
         fds: list[int] = []
         try:
             control.settimeout(_ATTACH_S_MAX)
+            control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             packet = _greet(control, path, client_name, fds)
             welcome = _welcomed(packet, fds, boot_id)
             view = DirectoryView(fds[1], boot_id=boot_id)
@@ -87,67 +108,121 @@ class LocalLink:
             for fd in fds:
                 os.close(fd)
 
+    def fileno(self) -> int:
+        """Of the control socket; -1 when it is closed."""
+        return self.control.fileno()
+
     def is_alive(self) -> bool:
         """The daemon has not ended, and has not cut this link off. Waits for nothing."""
         try:
             # Whatever it says after the welcome is a refusal.
-            self._control.recv(1, socket.MSG_PEEK)
+            self.control.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return True
         except OSError:
             pass
         return False
 
+    def farewell(self) -> str:
+        """Why the link has ended, as far as the daemon said."""
+        try:
+            frame = frames.decode(self.control.recv(frames.FRAME_BYTES_MAX))
+        except (OSError, InvalidFrame):
+            return "the daemon has ended"
+        said = frame.message if isinstance(frame, frames.Refused) else type(frame).__name__
+        return f"the daemon has cut it off: {said}"
+
     def note_lookup(self, namespace: int, shard: int, *, hits: int, misses: int) -> bool:
-        """Whether this is the first thing to tell since `tell`."""
+        """Whether `tell` has to be called, which it has not been since it was asked for last."""
         with self._lock:
-            is_first = not self._usage
             usage = self._usage.setdefault((namespace, shard), _Usage())
             usage.lookup_hits += hits
             usage.lookup_misses += misses
-            return is_first
+            return self._asks()
 
     def note_get(
         self, namespace: int, shard: int, keys: list[bytes], *, nbytes: int, misses: int
     ) -> bool:
         """As `note_lookup`, of pages that were read, the head of a chain first."""
         with self._lock:
-            is_first = not self._usage
             usage = self._usage.setdefault((namespace, shard), _Usage())
-            usage.keys += keys
+            for key in keys:
+                usage.keys.pop(key, None)
+                usage.keys[key] = None
             usage.get_hits += len(keys)
             usage.get_misses += misses
             usage.get_bytes += nbytes
-            return is_first
+            return self._asks()
 
-    def tell(self) -> None:
-        """Tells the daemon what was used since the last time."""
+    def _asks(self) -> bool:
+        was_telling, self._is_telling = self._is_telling, True
+        return not was_telling
+
+    def tell(self) -> bool:
+        """Tells the daemon what was used since the last time; whether something is left, because it
+        was too busy. Of that only the newest uses are kept.
+        """
         with self._lock:
             told, self._usage = self._usage, {}
-        for (namespace, shard), usage in told.items():
-            most = frames.KEYS_PER_FRAME_MAX
-            for at in range(0, max(1, len(usage.keys)), most):
-                is_first = at == 0
-                frame = frames.Used(
-                    namespace=namespace,
-                    shard=shard,
-                    keys=b"".join(usage.keys[at : at + most]),
-                    lookup_hits=usage.lookup_hits if is_first else 0,
-                    lookup_misses=usage.lookup_misses if is_first else 0,
-                    get_hits=usage.get_hits if is_first else 0,
-                    get_misses=usage.get_misses if is_first else 0,
-                    get_bytes=usage.get_bytes if is_first else 0,
-                )
-                try:
-                    self._control.send(frames.encode(frame))
-                except OSError:  # its queue is full, or it is gone
-                    self.untold += 1
+            self._is_telling = False
+        for name, usage in told.items():
+            if not self._tell_one(*name, usage):
+                with self._lock:
+                    self._keep(name, usage)
+        with self._lock:
+            self._is_telling = self._is_telling or bool(self._usage)
+            return bool(self._usage)
+
+    def _tell_one(self, namespace: int, shard: int, usage: _Usage) -> bool:
+        """False: it did not take all; what it took is no longer in `usage`."""
+        is_first = True
+        while is_first or usage.keys:
+            some = list(islice(usage.keys, frames.KEYS_PER_FRAME_MAX))
+            frame = frames.Used(
+                namespace=namespace,
+                shard=shard,
+                keys=b"".join(some),
+                lookup_hits=usage.lookup_hits,
+                lookup_misses=usage.lookup_misses,
+                get_hits=usage.get_hits,
+                get_misses=usage.get_misses,
+                get_bytes=usage.get_bytes,
+            )
+            try:
+                self.control.send(frames.encode(frame))
+            except OSError:  # its queue is full, or it is gone
+                return False
+            is_first = False
+            for key in some:
+                del usage.keys[key]
+            usage.lookup_hits = usage.lookup_misses = 0
+            usage.get_hits = usage.get_misses = usage.get_bytes = 0
+        return True
+
+    def _keep(self, name: tuple[int, int], old: _Usage) -> None:
+        """Puts back what could not be told, before what has come since."""
+        new = self._usage.get(name, _Usage())
+        for key in new.keys:
+            old.keys.pop(key, None)
+        keys = old.keys | new.keys
+        too_many = max(0, len(keys) - _KEYS_KEPT_MAX)
+        for key in list(islice(keys, too_many)):
+            del keys[key]
+        self.untold += too_many
+        self._usage[name] = _Usage(
+            keys,
+            old.lookup_hits + new.lookup_hits,
+            old.lookup_misses + new.lookup_misses,
+            old.get_hits + new.get_hits,
+            old.get_misses + new.get_misses,
+            old.get_bytes + new.get_bytes,
+        )
 
     def close(self) -> None:
         """Tells what is left, and lets go. Calls that run keep the memory until they end."""
         self.tell()
         self.view.close()
-        self._control.close()
+        self.control.close()
 
 
 def _greet(control: socket.socket, path: str, client_name: str, fds: list[int]) -> bytes:

@@ -11,7 +11,7 @@ Any thread, several at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvtier.core.page import GetCode
 from kvtier.errors import ClientClosed
 from kvtier.packing.layout import Layout
 from kvtier.transfer.local.protocol import DOUBT, HIT, MISS
+from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import LookupReply, OpenedNamespace
 
 __all__ = ["LocalCounts", "LocalReads"]
@@ -66,11 +67,16 @@ def _joined(codes: NDArray[np.uint8], others: NDArray[np.uint8]) -> NDArray[np.u
 
 
 class LocalReads:
-    """`tell_soon` has `link.tell` called within a second."""
+    """`tell_soon` has `link.tell` called within a second; `on_end` is called when the link is found
+    to have ended.
+    """
 
-    def __init__(self, link: LocalLink, tell_soon: Callable[[], None]) -> None:
+    def __init__(
+        self, link: LocalLink, tell_soon: Callable[[], None], on_end: Callable[[], None]
+    ) -> None:
         self.link = link
         self._tell_soon = tell_soon
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._totals = dict.fromkeys((item.name for item in fields(LocalCounts)), 0)
 
@@ -96,7 +102,7 @@ class LocalReads:
         except ClientClosed:
             return None
         answers = codes.tobytes().translate(_ANSWERS)
-        if not is_current or _IN_DOUBT in answers or not self.link.is_alive():
+        if not is_current or _IN_DOUBT in answers or not self._is_alive():
             self._count(left=len(keys))
             return None
         self._count(lookups=len(keys))
@@ -105,21 +111,25 @@ class LocalReads:
             self._tell_soon()
         return LookupReply(answers, tiers.tobytes())
 
-    def get(self, reader: Reader, options: GetOptions, opened: OpenedNamespace) -> list[int]:
-        """Gives pages their outcome; the indices that are left to the daemon."""
+    def get(
+        self, reader: Reader, options: GetOptions, opened: OpenedNamespace, deadline: Deadline
+    ) -> Generator[None, None, list[int]]:
+        """Gives pages their outcome, slice by slice; returns the indices that are left to the
+        daemon.
+        """
         number, count = opened.namespace_number, len(reader.keys)
-        local = LocalGet(self.link, reader, options, opened)
+        local = LocalGet(self.link, reader, options, opened, deadline)
         try:
-            local.run()
+            yield from local.slices()
             is_valid = self.link.view.namespace_is_current(number, opened.generation)
         except ClientClosed:
             is_valid = False
         # Looked at last: what a daemon that has ended since has said counts for nothing.
-        if not is_valid or not self.link.is_alive():
+        if not is_valid or not self._is_alive():
             reader.forget()
             self._count(left=count)
             return list(range(count))
-        misses = count - len(local.read) - len(local.left)
+        misses = reader.codes.count(GetCode.MISS)
         self._count(
             hits=len(local.read),
             misses=misses,
@@ -133,6 +143,12 @@ class LocalReads:
         if self.link.note_get(number, shard, keys, nbytes=nbytes, misses=misses):
             self._tell_soon()
         return sorted(local.left)
+
+    def _is_alive(self) -> bool:
+        if self.link.is_alive():
+            return True
+        self._on_end()
+        return False
 
     def _count(self, **more: int) -> None:
         with self._lock:

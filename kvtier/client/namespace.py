@@ -120,8 +120,7 @@ class AsyncNamespace(Binding):
         kvtier.packing.fp8.warm_up() beforehand. Raises PageSizeError (also for pages of `out` that
         share memory), KeyLengthError; MissingExtra for `lossy_ok` without numba and torch.
         """
-        call = self.prepare_get(keys, out=out, at=at, **options)
-        return await self.finish_get(call, self.begin_get(call))
+        return await self.send_get(self.prepare_get(keys, out=out, at=at, **options))
 
     def prepare_get(
         self,
@@ -135,6 +134,10 @@ class AsyncNamespace(Binding):
         within = self._link.deadline(options.get("deadline"))
         self._link.check_usable()
         return GetCall.of(self.layout, keys, out, at, options, deadline=within)
+
+    async def send_get(self, call: GetCall) -> GetResult:
+        """All of `get` behind its arguments."""
+        return await self.finish_get(call, await batches.begin_get_on_loop(self, call))
 
     def begin_get(self, call: GetCall) -> batches.BegunGet:
         """The part of `get` that needs no daemon. Any thread."""

@@ -111,6 +111,9 @@ class Reader:
     def miss(self, indices: NDArray[np.int64]) -> None:
         self._column(self.codes)[indices] = GetCode.MISS
 
+    def time_out(self, indices: NDArray[np.int64]) -> None:
+        self._column(self.codes)[indices] = GetCode.TIMEOUT
+
     @staticmethod
     def _column(values: bytearray) -> NDArray[np.uint8]:
         return np.frombuffer(values, np.uint8)

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class DirectoryListing:
-    """A core.listing.Listing over `directory`. A page that finds no place there is one that local
-    clients have to ask the daemon for.
+    """A core.listing.Listing over `directory`. A page that finds no place there, which is counted,
+    is a miss to local clients.
     """
 
     def __init__(self, directory: Directory, boot_id: int) -> None:

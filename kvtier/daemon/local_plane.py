@@ -33,6 +33,8 @@ __all__ = ["LocalPlane"]
 
 log = logging.getLogger(__name__)
 
+_LOADING_S_MAX = 0.5
+
 
 class LocalPlane:
     """A directory for `pages_max` pages. Raises TierIOError, InvalidConfigValue."""
@@ -108,12 +110,20 @@ class LocalPlane:
         """Clients that are attached notice at once. Closing twice is no error."""
         self._stack.close()
         if self._loading is not None:
-            self._loading.join()
+            # Compiling for the first time takes many seconds, which nobody waits for.
+            self._loading.join(_LOADING_S_MAX)
 
     def _load_kernels(self) -> None:
         """Somebody reads the directory: from now on it is worth being quick."""
         if self._loading is None:
             self._loading = threading.Thread(
-                target=lambda: self._directory.use(load_kernels()), name="kvtier-kernels"
+                target=self._use_kernels, name="kvtier-kernels", daemon=True
             )
             self._loading.start()
+
+    def _use_kernels(self) -> None:
+        try:
+            self._directory.use(load_kernels())
+        except Exception:
+            # It goes on as it was, more slowly.
+            log.exception("task.crashed", extra={"task": "local kernels"})

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 128
 _HELLO_S_MAX = 5.0
+_ACCEPT_PAUSE_S = 0.1
 #: Packets of one client in a row, so that one that never stops does not keep the others waiting.
 _PACKETS_PER_TURN = 32
 _CREDENTIALS = struct.Struct("3i")
@@ -49,6 +50,8 @@ class _Client:
     socket: socket.socket
     hello_by: float
     is_attached: bool = False
+    #: Told when it has said hello: what is sent to one that has unread packets gets lost.
+    refused: frames.Refused | None = None
 
 
 class LocalServer:
@@ -74,6 +77,7 @@ class LocalServer:
         self._wake_r, self._wake_w = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="kvtier-local", daemon=True)
         self._is_listening = False
+        self._accepts_at = 0.0  # when to accept again; 0: it does
 
     @property
     def attached(self) -> int:
@@ -111,7 +115,7 @@ class LocalServer:
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select(_HELLO_S_MAX if self._is_hello_due() else None):
+            for key, _ in self._selector.select(self._wait_s()):
                 if key.fileobj == self._wake_r:
                     return
                 if key.fileobj is self._listener:
@@ -121,35 +125,47 @@ class LocalServer:
             now = time.monotonic()
             for client in [c for c in self._clients if not c.is_attached and c.hello_by < now]:
                 self._drop(client)
+            if self._accepts_at and self._accepts_at <= now:
+                self._accepts_at = 0.0
+                self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def _is_hello_due(self) -> bool:
-        return any(not client.is_attached for client in self._clients)
+    def _wait_s(self) -> float | None:
+        if self._accepts_at:
+            return _ACCEPT_PAUSE_S
+        is_hello_due = any(not client.is_attached for client in self._clients)
+        return _HELLO_S_MAX if is_hello_due else None
 
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
         except OSError as error:  # it went away, or there are no descriptors left
             log.warning("local.accept_failed", extra={"error": str(error)})
+            self._pause_accepting()
             return
         accepted.setblocking(False)
         client = _Client(accepted, time.monotonic() + _HELLO_S_MAX)
         self._clients.add(client)
+        self._selector.register(accepted, selectors.EVENT_READ, client)
         _, uid, _ = _CREDENTIALS.unpack(
             accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
         if uid != os.geteuid():
-            self._refuse(
-                client, "LimitExceeded", f"uid {uid} is not the daemon's", "use the gRPC plane"
+            client.refused = frames.Refused(
+                error="LimitExceeded",
+                message=f"uid {uid} is not the daemon's",
+                remedy="use the gRPC plane",
             )
         elif len(self._clients) > self._clients_max:
-            self._refuse(
-                client,
-                "LimitExceeded",
-                f"{self._clients_max} clients are attached, the most (limits.sessions_max)",
-                "close connections that are not needed, or raise limits.sessions_max",
+            client.refused = frames.Refused(
+                error="LimitExceeded",
+                message=f"{self._clients_max} clients are attached, the most (limits.sessions_max)",
+                remedy="close connections that are not needed, or raise limits.sessions_max",
             )
-        else:
-            self._selector.register(accepted, selectors.EVENT_READ, client)
+
+    def _pause_accepting(self) -> None:
+        """Whoever waits goes on waiting, without keeping this thread busy."""
+        self._selector.unregister(self._listener)
+        self._accepts_at = time.monotonic() + _ACCEPT_PAUSE_S
 
     def _take(self, client: _Client) -> None:
         """What a client has sent, some packets at a time."""
@@ -168,13 +184,22 @@ class LocalServer:
                     raise _broken(f"has more than {frames.FRAME_BYTES_MAX} bytes")
                 self._handle(client, frames.decode(packet))
             except KvtierError as error:
-                self._refuse(client, type(error).__name__, str(error), error.remedy)
+                kind, message = type(error).__name__, str(error)
+                refused = frames.Refused(error=kind, message=message, remedy=error.remedy)
+                self._refuse(client, refused)
+            except Exception:
+                # The thread serves all clients.
+                log.exception("task.crashed", extra={"task": "local"})
+                self._drop(client)
+            if client not in self._clients:
                 return
 
     def _handle(self, client: _Client, frame: frames.Frame) -> None:
         """Raises InvalidFrame."""
         if isinstance(frame, frames.Used) and client.is_attached:
             self._on_used(frame)
+        elif isinstance(frame, frames.Hello) and client.refused is not None:
+            self._refuse(client, client.refused)
         elif isinstance(frame, frames.Hello) and not client.is_attached:
             if frame.version != frames.VERSION:
                 raise _broken(f"is of version {frame.version}, the daemon's is {frames.VERSION}")
@@ -194,9 +219,8 @@ class LocalServer:
         self._on_attached()
         log.info("local.attached", extra={"client": hello.client, "clients": self.attached})
 
-    def _refuse(self, client: _Client, error: str, message: str, remedy: str) -> None:
-        log.warning("local.refused", extra={"error": error, "why": message})
-        refused = frames.Refused(error=error, message=message, remedy=remedy)
+    def _refuse(self, client: _Client, refused: frames.Refused) -> None:
+        log.warning("local.refused", extra={"error": refused.error, "why": refused.message})
         with suppress(OSError):  # it is cut off all the same
             client.socket.send(frames.encode(refused))
         self._drop(client)

@@ -34,6 +34,7 @@ EVENTS: dict[str, str] = {
     "local.attached": "A client has the arena and the directory; how many have.",
     "local.refused": "A client of the control socket is cut off, and why.",
     "local.accept_failed": "A client of the control socket could not be let in, and why.",
+    "local.attach_crashed": "Attaching met an unexpected error; the traceback follows.",
     "local.not_attached": "A client does without shared memory, and why; it goes on over gRPC.",
     "local.namespace_unlisted": "The directory has no word for a namespace: it goes over gRPC.",
     "local.kernels.numpy": "The directory's inner loops are numpy's, for want of numba.",

@@ -1,6 +1,7 @@
 """Payload sums of many pages in one call, with their copy in the same pass where one is wanted.
 
-Promise: the sums of checksum.payload_sum, and targets that hold exactly the bytes that were summed.
+Promise: the sums of checksum.payload_sum. A sum that a copy is given and that is its maker's means
+that the target holds the maker's bytes, whoever writes to the source meanwhile.
 Compiled code (numba, extra `fast`) does it at the speed of the copy alone; where it cannot be had,
 xxhash does the same page by page, and one warning `sums.fallback` says so. Nothing is loaded before
 the first call of `load_summer`, which can take a second.
@@ -51,7 +52,11 @@ class Summer(Protocol):
         """The payload sums."""
 
     def copy(self, sources: Addresses, targets: Addresses, nbytes: int, blocks: Blocks) -> Sums:
-        """The payload sums of what is in the targets when it returns. Nothing may overlap."""
+        """The payload sums of what is in the targets when it returns; nothing may overlap.
+
+        Where the length is no multiple of 64, the last bytes are read twice: a source that changes
+        in between gives a sum that belongs to no bytes at all.
+        """
 
 
 class XxhashSummer:

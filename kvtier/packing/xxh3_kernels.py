@@ -1,8 +1,9 @@
 """XXH3-128 compiled for this processor, over many pages in one call, copying in the same pass.
 
 Promise: the digests of xxhash.xxh3_128_digest, for lengths over SHORT_MAX. What is stored is what
-is summed: it goes from one register to both, so that nobody who writes the source meanwhile can
-part the two. The algorithm is that of the XXH3 specification (default secret, seed
+is summed: it goes from one register to both. (The last 64 bytes, where they overlap those before,
+are stored and summed twice, as the algorithm has it; if they changed in between, the digest belongs
+to no bytes at all.) The algorithm is that of the XXH3 specification (default secret, seed
 0); a lane of its accumulator is a lane of a vector here, of the widest kind the processor has.
 
 A library's digest reads memory that a copy has just written, which costs as much as the copy where

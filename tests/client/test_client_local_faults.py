@@ -5,6 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 import kvtier
 from kvtier.client.local_link import LocalLink
 from kvtier.testing.daemon_process import DaemonProcess
+from kvtier.transfer.local.frames import VERSION, Hello, encode
 from tests.client.local_rig import NBYTES, arena_fd, attached, flip, opaque, pages_of, separate_keys
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
@@ -185,3 +189,113 @@ def test_a_socket_that_is_somebody_elses_is_not_trusted(process, tmp_path: Path)
             LocalLink.attach(path, boot_id=boot_id + 1, client_name="test")
     with pytest.raises(kvtier.errors.DaemonUnavailable):
         LocalLink.attach(path, boot_id=boot_id, client_name="test")
+
+
+def arena_maps() -> int:
+    return Path("/proc/self/maps").read_text(encoding="ascii").count("memfd:kvtier")
+
+
+def test_the_memory_of_a_daemon_that_ended_is_let_go_of_while_nobody_calls(
+    process, local_kv, local_ns
+):
+    """Else the next daemon would find its memory taken."""
+    assert arena_maps() == 2
+    process.kill()
+    deadline = time.monotonic() + 5
+    while arena_maps():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert local_kv.local.reason == "the daemon has ended"
+    assert local_ns.get([bytes(32)]).reasons == [GetCode.UNAVAILABLE]
+
+
+def test_who_was_refused_tries_again(tmp_path):
+    with DaemonProcess(tmp_path, "host.bytes=64MiB", "limits.sessions_max=2") as process:
+        path = process.url.removeprefix("unix://") + ".local"
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first,
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as second,
+            kvtier.connect(process.url, deadline=10) as kv,
+        ):
+            for taken in (first, second):
+                taken.connect(path)
+                taken.send(encode(Hello(version=VERSION, client="test")))
+                assert taken.recv(1 << 16)
+            ns = kv.namespace(opaque(NBYTES))
+            deadline = time.monotonic() + 60
+            while "sessions_max" not in kv.local.reason:
+                assert time.monotonic() < deadline, kv.local.reason
+                time.sleep(0.01)
+            second.close()
+            while not kv.local.is_attached:
+                assert time.monotonic() < deadline, kv.local.reason
+                ns.lookup([bytes(32)])
+                time.sleep(0.05)
+
+
+def test_a_fork_while_the_parent_attaches_does_not_hang_the_child(process):
+    """What the parent loads is loaded when the child begins."""
+    for delay in (0.0, 0.05, 0.2):
+        done = subprocess.run(
+            [sys.executable, "-c", FORK, process.url, str(delay)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+#: A child that loads what its parent was loading when it forked.
+FORK = """
+import os, sys, time, kvtier
+from tests.client.local_rig import NBYTES, opaque
+kv = kvtier.connect(sys.argv[1], deadline=20)
+ns = kv.namespace(opaque(NBYTES))
+time.sleep(float(sys.argv[2]))
+child = os.fork()
+if child == 0:
+    from kvtier.packing.bulk_sums import load_summer
+    from kvtier.transfer.local.loading import load_kernels
+    load_kernels(), load_summer()
+    os._exit(0)
+limit = time.monotonic() + 40
+while os.waitpid(child, os.WNOHANG) == (0, 0):
+    if time.monotonic() > limit:
+        os.kill(child, 9)
+        raise SystemExit("the child hangs")
+    time.sleep(0.01)
+print("done", flush=True)
+kv.close()
+"""
+
+
+def test_a_forked_child_does_not_keep_the_parents_place(tmp_path):
+    with DaemonProcess(tmp_path, "host.bytes=64MiB", "daemon.metrics_listen=") as process:
+        kv = kvtier.connect(process.url, deadline=10)
+        kv.namespace(opaque(NBYTES))
+        attached(kv)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        process.wait_logged("event=local.attached")
+        kv.close()
+        with kvtier.connect(process.url, deadline=10, plane="grpc") as other:
+            deadline = time.monotonic() + 5
+            while clients_of(process):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert other.ping() > 0
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
+def clients_of(process: DaemonProcess) -> int:
+    """Connections to the control socket, as the kernel lists them."""
+    path = process.url.removeprefix("unix://") + ".local"
+    lines = Path("/proc/net/unix").read_text(encoding="ascii").splitlines()
+    # 03: connected; the listening one is 01.
+    return sum(line.endswith(path) and line.split()[5] == "03" for line in lines)

@@ -140,7 +140,7 @@ def test_killed_daemon(process):
 
 def test_stopped_daemon(process):
     """SIGSTOP: the socket is alive and nobody answers."""
-    with kvtier.connect(process.url, deadline=0.3) as kv:
+    with kvtier.connect(process.url, deadline=0.3, plane="grpc") as kv:
         ns = kv.namespace(opaque(1 << 16))
         pages = random_pages(4, 1 << 16)
         keys = ns.keys(range(4))

@@ -92,6 +92,13 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     made.close()
 
 
+def greeting(rig: Rig) -> socket.socket:
+    """A client that has said hello."""
+    client = rig.connect()
+    client.send(HELLO)
+    return client
+
+
 def refusal(client: socket.socket) -> Refused:
     """What the server says before it cuts the client off."""
     frame = decode(client.recv(FRAME_BYTES_MAX))
@@ -147,7 +154,7 @@ def test_a_second_hello_is_out_of_turn(rig: Rig) -> None:
 
 def test_more_clients_than_the_limit_are_refused_and_room_comes_back(rig: Rig) -> None:
     clients = [rig.attach() for _ in range(4)]
-    assert "sessions_max" in refusal(rig.connect()).message
+    assert "sessions_max" in refusal(greeting(rig)).message
     clients.pop().close()
     rig.wait(lambda: rig.server.attached == 3)
     clients.append(rig.attach())
@@ -157,7 +164,8 @@ def test_more_clients_than_the_limit_are_refused_and_room_comes_back(rig: Rig) -
 
 def test_another_user_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_server.os, "geteuid", lambda: 12345)
-    assert "uid" in refusal(rig.connect()).message
+    for _ in range(50):
+        assert "uid" in refusal(greeting(rig)).message
 
 
 def test_who_says_nothing_is_cut_off(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

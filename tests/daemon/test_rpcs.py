@@ -89,7 +89,8 @@ def test_capabilities_are_the_configured_limits(make_daemon):
     assert {name: getattr(found, name) for name in limits} == limits
     assert found.session_ttl_ms == 1500
     assert list(found.tiers) == [page_pb2.TIER_HOST]
-    assert list(found.planes) == ["grpc"]
+    assert list(found.planes) == ["grpc", "local"]
+    assert found.local_socket == daemon.url.removeprefix("unix://") + ".local"
     assert found.page_bytes_max == (16 << 20) - 4096
     names = {f"{method.service.rpartition('.')[2]}.{method.name}" for method in RPCS}
     assert set(found.methods) == names - {f"Pages.{name}" for name in MISSING}

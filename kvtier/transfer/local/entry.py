@@ -62,9 +62,11 @@ __all__ = [
     "identities",
     "key_words",
     "mix_many",
+    "mix_one",
     "mix_seed",
     "name_word",
     "place_many",
+    "place_one",
 ]
 
 Words: TypeAlias = NDArray[np.uint64]
@@ -144,6 +146,26 @@ def place_many(words: Words, names: Words | np.uint64, seed: int, shift: int) ->
     mixed ^= mixed >> np.uint64(32)
     mixed *= factors[4]
     return (mixed >> np.uint64(shift)).astype(np.int64)
+
+
+def mix_one(row: Sequence[int], seed: int) -> int:
+    """`mix_many` of one row, quicker than an array of one."""
+    total = seed
+    for word, factor in zip(row, MIX_FACTORS[:15], strict=False):
+        term = (word * factor) & _ALL
+        total += term ^ (term >> 32)
+    total &= _ALL
+    total = ((total ^ (total >> 32)) * MIX_FACTORS[15]) & _ALL
+    total ^= total >> 29
+    return total + 2 if total <= BUSY else total
+
+
+def place_one(row: Sequence[int], seed: int, shift: int) -> int:
+    """`place_many` of an entry's words 0-4."""
+    first, second, third, fourth, last = PLACE_FACTORS
+    mixed = row[0] + row[1] * first + row[2] * second + row[3] * third
+    mixed = (mixed + (row[4] & NAME_BITS) * fourth + seed) & _ALL
+    return (((mixed ^ (mixed >> 32)) * last) & _ALL) >> shift
 
 
 def name_word(namespace: int, shard: int) -> int:

@@ -46,7 +46,10 @@ VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 64 << 10
 KEYS_PER_FRAME_MAX: Final = 1024
 _TEXT_MAX: Final = 4096
-_COUNT_MAX: Final = 2**63 - 1
+_NUMBER_MAX: Final = 2**63 - 1
+#: What a client may claim in one frame.
+_COUNT_MAX: Final = 2**32
+_BYTES_MAX: Final = 2**48
 
 
 class FrameKind(IntEnum):
@@ -143,6 +146,8 @@ def _used(fields: dict[Any, Any]) -> Used:
         raise _invalid(f"is of shard {shard} of namespace {namespace}")
     names = ("lookup_hits", "lookup_misses", "get_hits", "get_misses", "get_bytes")
     counts = {name: _number(fields, name) for name in names}
+    if max(counts.values()) > _BYTES_MAX or max(counts[name] for name in names[:-1]) > _COUNT_MAX:
+        raise _invalid(f"claims too much: {counts}")
     return Used(namespace=namespace, shard=shard, keys=keys, **counts)
 
 
@@ -155,7 +160,7 @@ def _field(fields: dict[Any, Any], name: str, kind: type[T]) -> T:
 
 def _number(fields: dict[Any, Any], name: str) -> int:
     value = _field(fields, name, int)
-    if not 0 <= value <= _COUNT_MAX:
+    if not 0 <= value <= _NUMBER_MAX:
         raise _invalid(f"has {name} = {value}")
     return value
 

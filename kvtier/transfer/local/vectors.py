@@ -23,7 +23,9 @@ from kvtier.transfer.local.entry import (
     NAME_BITS,
     Words,
     mix_many,
+    mix_one,
     place_many,
+    place_one,
 )
 from kvtier.transfer.local.header import (
     NAMESPACE_PROBES,
@@ -45,6 +47,7 @@ from kvtier.transfer.local.protocol import (
 __all__ = ["NumpyKernels", "fill"]
 
 _NAME = np.uint64(NAME_BITS)
+_VECTOR_FROM = 8
 
 
 class NumpyKernels:
@@ -107,10 +110,11 @@ class NumpyKernels:
         self, table: MappedTable, rows: Words, placed: NDArray[np.uint8], room: int
     ) -> tuple[int, int, int]:
         new = steps = longest = 0
-        rows[:, 15] = mix_many(rows, int(table.shape[MIX_SEED]))
+        mixes, homes = _mixes_and_homes(table, rows)
+        rows[:, 15] = mixes
         owner = _Owner(table)
-        homes = _places(table, rows[:, :4], rows[:, 4] & _NAME).tolist()
         for i, row in enumerate(rows.tolist()):
+            row[15] = mixes[i]
             place, took = owner.find(homes[i], row)
             steps += took
             longest = max(longest, took)
@@ -128,7 +132,7 @@ class NumpyKernels:
     ) -> tuple[int, int]:
         count = steps = 0
         owner = _Owner(table)
-        homes = _places(table, rows[:, :4], rows[:, 4] & _NAME).tolist()
+        _, homes = _mixes_and_homes(table, rows)
         for i, row in enumerate(rows.tolist()):
             place, took = owner.find(homes[i], row)
             steps += took
@@ -160,6 +164,19 @@ class NumpyKernels:
             offsets.tolist(), targets.tolist(), lengths.tolist(), strict=True
         ):
             ctypes.memmove(target, base + offset, length)
+
+
+def _mixes_and_homes(table: MappedTable, rows: Words) -> tuple[list[int], list[int]]:
+    """Of a few rows one by one, which is quicker there."""
+    header, seed = table.header, int(table.shape[MIX_SEED])
+    if len(rows) < _VECTOR_FROM:
+        given = rows.tolist()
+        mixes = [mix_one(row, seed) for row in given]
+        homes = [place_one(row, header.hash_seed, header.shift) for row in given]
+    else:
+        mixes = mix_many(rows, seed).tolist()
+        homes = _places(table, rows[:, :4], rows[:, 4] & _NAME).tolist()
+    return mixes, homes
 
 
 def fill(table: MappedTable, rows: Words) -> NDArray[np.bool_]:
@@ -300,12 +317,7 @@ class _Owner:
         while words[place * 16 + 4] != EMPTY:
             steps += 1
             row = words[place * 16 : place * 16 + 16].tolist()
-            one = np.array([row], np.uint64)
-            home = int(
-                place_many(
-                    one[:, :4], one[:, 4] & _NAME, self._header.hash_seed, self._header.shift
-                )[0]
-            )
+            home = place_one(row, self._header.hash_seed, self._header.shift)
             # It may fill the hole unless its home lies strictly after the hole, cyclically.
             if ((place - home) & mask) >= ((place - hole) & mask):
                 if not is_moving:

@@ -87,14 +87,25 @@ def test_the_longest_frame_is_taken() -> None:
         namespace=2**32 - 1,
         shard=2**16 - 1,
         keys=keys,
-        lookup_hits=2**63 - 1,
-        lookup_misses=2**63 - 1,
-        get_hits=2**63 - 1,
-        get_misses=2**63 - 1,
-        get_bytes=2**63 - 1,
+        lookup_hits=2**32,
+        lookup_misses=2**32,
+        get_hits=2**32,
+        get_misses=2**32,
+        get_bytes=2**48,
     )
     assert len(encode(most)) <= FRAME_BYTES_MAX
     assert decode(encode(most)) == most
+
+
+@pytest.mark.parametrize(
+    "name", ["lookup_hits", "lookup_misses", "get_hits", "get_misses", "get_bytes"]
+)
+def test_nobody_claims_more_than_can_be_added_up(name: str) -> None:
+    fields = msgpack.unpackb(encode(FRAMES[3]))
+    most = 2**48 if name == "get_bytes" else 2**32
+    decode(msgpack.packb({**fields, name: most}))
+    with pytest.raises(InvalidFrame, match="too much"):
+        decode(msgpack.packb({**fields, name: most + 1}))
 
 
 @given(st.binary(max_size=300))
