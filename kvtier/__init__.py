@@ -18,6 +18,7 @@ from kvtier._version import __version__
 if TYPE_CHECKING:
     from kvtier import aio, errors
     from kvtier.client.sync import connect
+    from kvtier.client.warm import warm_up
     from kvtier.core.page import Codec, Durability, GetCode, PageRef, PutCode, Tier
     from kvtier.errors import (
         Busy,
@@ -79,6 +80,7 @@ __all__ = [
     "aio",
     "connect",
     "errors",
+    "warm_up",
 ]
 
 _MODULES = ("aio", "errors")
@@ -93,6 +95,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name == "connect":
         module = "kvtier.client.sync"
+    elif name == "warm_up":
+        module = "kvtier.client.warm"
     elif name in _PAGE:
         module = "kvtier.core.page"
     elif name in _LAYOUT:

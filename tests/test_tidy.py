@@ -19,7 +19,14 @@ COLUMNS_MAX = 100
 #: Where printing is the job.
 PRINTS = ("kvtier/cli.py", "kvtier/cli/*", "engines/kvtier_engine/demo/*", "benchmarks/*")
 #: The border of the daemon process: what falls out here is logged and answered as an error.
-CATCHES_ALL = ("kvtier/daemon/server.py", "kvtier/daemon/run.py")
+#: The border of the process, of a thread that serves everybody, of an engine, and of optional code.
+CATCHES_ALL = (
+    "kvtier/daemon/server.py",
+    "kvtier/daemon/run.py",
+    "kvtier/daemon/local_server.py",
+    "kvtier/client/local_attachment.py",
+    "kvtier/packing/optional_code.py",
+)
 #: The only places that change the state or the generation of a page copy (a namespace has a
 #: generation too, in a file of its own).
 LIFECYCLE = ("kvtier/core/lifecycle.py", "kvtier/core/table.py", "kvtier/core/namespaces.py")

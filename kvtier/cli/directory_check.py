@@ -110,7 +110,11 @@ def check_directory(path: Path, *, payloads: bool) -> DirectoryFindings:
     with open_directory(path, read_only=True) as directory:
         findings.geometry = load_geometry(path)
         if findings.geometry is None:
-            findings.notes.append("there is no NVMe tier")
+            left = [path / CHECKPOINT, *journal_paths(path).values()]
+            if any(item.exists() for item in left):
+                findings.damage.append("the file geometry is missing, which says where pages lie")
+            else:
+                findings.notes.append("there is no NVMe tier")
             return findings
         families = _families(path, directory.load_namespaces())
         _check_tier(findings, findings.geometry, families)

@@ -136,10 +136,25 @@ def _get(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         sys.stdout.buffer.write(got.content)
         return 0
-    temporary = arguments.output.with_name(f"{arguments.output.name}.{os.getpid()}.part")
-    temporary.write_bytes(got.content)
-    temporary.replace(arguments.output)
+    _write(arguments.output, got.content)
     return 0
+
+
+def _write(output: Path, content: bytes) -> None:
+    """A file is replaced whole or not at all, behind a link too; devices and pipes are written
+    to.
+    """
+    if output.exists() and not output.is_file():
+        with output.open("wb") as stream:
+            stream.write(content)
+        return
+    target = output.resolve()
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _runs(tiers: Sequence[Tier]) -> Iterator[tuple[str, int, int]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from kvtier.cli.extras import daemon_extra
 from kvtier.cli.options import add_config, configuration
+from kvtier.errors import InvalidConfigValue
 
 __all__ = ["register"]
 
@@ -36,7 +38,20 @@ def register(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     effective = configuration(arguments)
+    if arguments.ready_fd is not None:
+        _check_open(arguments.ready_fd)
     with daemon_extra():
         from kvtier.daemon.run import run
 
     return run(effective, ready_fd=arguments.ready_fd, discard_cache=arguments.discard_cache)
+
+
+def _check_open(fd: int) -> None:
+    """Raises InvalidConfigValue unless it is an open descriptor."""
+    try:
+        os.fstat(fd)
+    except (OSError, OverflowError) as error:
+        raise InvalidConfigValue(
+            f"--ready-fd {fd} is not an open descriptor",
+            remedy="pass the writing end of a pipe that the daemon inherits",
+        ) from error

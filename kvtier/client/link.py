@@ -112,7 +112,8 @@ class Link:
         if os.getpid() != self.pid:
             raise ForkedClient(
                 f"this connection belongs to process {self.pid}, this is its child {os.getpid()}",
-                remedy="connect in the child; the parent's connection goes on working",
+                remedy="fork before anything connects, and connect in the child: gRPC does not "
+                "survive a fork. The parent's connection goes on working",
             )
         if self._is_closed:
             raise ClientClosed("the connection is closed", remedy="connect again")

@@ -63,6 +63,8 @@ class DirectoryListing:
         self._directory.remove_many(identities([key], namespaces=namespace, shards=shard))
 
     def open_namespace(self, namespace: int, shard_count: int, generation: int) -> None:
+        if not namespace:
+            return  # the self-test's own, which no client can open
         try:
             self._directory.set_namespace(namespace, generation)
         except LimitExceeded as error:

@@ -8,7 +8,6 @@ everything that uses the store. `start` and `close` on the event loop's thread.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import threading
@@ -30,8 +29,6 @@ from kvtier.transfer.local.loading import load_kernels
 from kvtier.transfer.local.vectors import NumpyKernels
 
 __all__ = ["LocalPlane"]
-
-log = logging.getLogger(__name__)
 
 _LOADING_S_MAX = 0.5
 
@@ -117,13 +114,8 @@ class LocalPlane:
         """Somebody reads the directory: from now on it is worth being quick."""
         if self._loading is None:
             self._loading = threading.Thread(
-                target=self._use_kernels, name="kvtier-kernels", daemon=True
+                target=lambda: self._directory.use(load_kernels()),
+                name="kvtier-kernels",
+                daemon=True,
             )
             self._loading.start()
-
-    def _use_kernels(self) -> None:
-        try:
-            self._directory.use(load_kernels())
-        except Exception:
-            # It goes on as it was, more slowly.
-            log.exception("task.crashed", extra={"task": "local kernels"})

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from functools import cache
-from importlib import import_module
 from types import ModuleType
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from kvtier.core.page import SUM_BYTES
 from kvtier.packing.checksum import DIGEST_WORD
+from kvtier.packing.optional_code import load_optional
 
 __all__ = ["Addresses", "Blocks", "CompiledSummer", "Summer", "XxhashSummer", "load_summer"]
 
@@ -122,7 +122,7 @@ class CompiledSummer:
 def load_summer() -> Summer:
     """The fastest that is installed and sound; the same one each time."""
     try:
-        compiled = CompiledSummer(import_module("kvtier.packing.xxh3_kernels"))
+        compiled = CompiledSummer(load_optional("kvtier.packing.xxh3_kernels"))
     except ImportError as error:
         why, remedy = str(error), "pip install 'kvtier[fast]'"
     else:

@@ -12,13 +12,13 @@ import sys
 import threading
 from enum import Enum
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Final, NamedTuple
 
 from kvtier.errors import MissingExtra
 from kvtier.packing._torch import load_torch
+from kvtier.packing.optional_code import load_optional
 
 __all__ = ["Fp8Backend", "backend", "compiled", "require_backend"]
 
@@ -83,8 +83,8 @@ def _load(device: str) -> ModuleType | None:
         return None
     try:
         # By name, as importing it is what compiles it.
-        return import_module(wanted.module)
-    except (ImportError, OSError) as error:
+        return load_optional(wanted.module)
+    except ImportError as error:
         try:
             load_torch()
         except MissingExtra:

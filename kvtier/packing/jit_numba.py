@@ -37,6 +37,9 @@ _CACHE_ERRORS: Final[tuple[type[Exception], ...]] = (
     getattr(getattr(caching, "pickle", None), "UnpicklingError", EOFError),
 )
 
+if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+    raise ImportError("numba's compiler is turned off (NUMBA_DISABLE_JIT)")
+
 # numba's own types describe decorated functions as Python calls them, which parts are not.
 _njit: Any = numba.njit
 _intrinsic: Any = intrinsic

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib.metadata import EntryPoint
 
@@ -359,3 +360,36 @@ def test_doctor_looks_at_every_nvme_path(kvtier, tmp_path):
     assert [item["grade"] for item in found] in (["ok", "warn"], ["ok", "fail"])
     assert str(path) in found[0]["found"]
     assert not path.exists(), "doctor changes nothing"
+
+
+def test_get_writes_through_what_is_no_file(kvtier, daemon, tmp_path):
+    """A link keeps being one and what it leads to is replaced; a pipe is written to, and stays."""
+    source, real, link = (tmp_path / name for name in ("in", "real", "link"))
+    source.write_bytes(os.urandom(30_000))
+    place = ("--url", daemon.url, "--key-of", "the file", "--page-bytes", "64KiB")
+    assert kvtier("put", *place, str(source)).returncode == 0
+    real.write_bytes(b"old")
+    link.symlink_to(real)
+    assert kvtier("get", *place, "-o", str(link)).returncode == 0
+    assert link.is_symlink()
+    assert real.read_bytes() == source.read_bytes()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    came: list[bytes] = []
+    reader = threading.Thread(target=lambda: came.append(pipe.read_bytes()))
+    reader.start()
+    assert kvtier("get", *place, "-o", str(pipe)).returncode == 0
+    reader.join(10)
+    assert came == [source.read_bytes()]
+    assert pipe.is_fifo()
+    said = kvtier("get", *place, "-o", "")
+    assert said.returncode == 2
+    assert "error: .: Is a directory" in said.stderr
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["in", "link", "pipe", "real"]
+
+
+@pytest.mark.parametrize("fd", ["77", "-1", "99999999999999999999"])
+def test_serve_refuses_a_descriptor_that_is_not_open(kvtier, tmp_path, fd):
+    place = f"daemon.directory={tmp_path / 'state'}"
+    said = failed(kvtier("serve", "--set", place, "--ready-fd", fd), 2)
+    assert fd in said

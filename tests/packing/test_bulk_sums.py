@@ -156,7 +156,7 @@ def test_without_numba_it_says_so_once(
     def refuse(name: str) -> None:
         raise ImportError(f"no module named {name}")
 
-    monkeypatch.setattr(bulk_sums, "import_module", refuse)
+    monkeypatch.setattr(bulk_sums, "load_optional", refuse)
     load_summer.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import kvtier
 from kvtier_engine.demo import report
 from kvtier_engine.demo.damage import flip_stored_byte
 from kvtier_engine.demo.job import Job, ask
@@ -21,6 +22,8 @@ def run(*, model_dir: Path | None, tokens: int, as_json: bool) -> int:
     started = time.monotonic()
     _note("model: SmolLM2-135M-Instruct (converted once, then kept)")
     model = ensure_model(model_dir)
+    _note("compiled code: loaded (the first time on a machine it is compiled)")
+    kvtier.warm_up()
     with running_daemon() as daemon:
         job = Job(
             url=daemon.url,

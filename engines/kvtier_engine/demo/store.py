@@ -67,6 +67,7 @@ class Store:
             dtype=lm.model.dtype,
             model_id=MODEL_ID,
         )
+        kvtier.warm_up()
         return cls(kvtier.connect(job.url, deadline=DEADLINE_SECONDS), layout, lm)
 
     def __enter__(self) -> Store:

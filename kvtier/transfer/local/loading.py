@@ -9,13 +9,12 @@ Thread rule: any thread.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 from functools import cache
 
 import numpy as np
 
+from kvtier.packing.optional_code import load_optional
 from kvtier.transfer.local.entry import ENTRY_WORDS, Words
 from kvtier.transfer.local.header import OPEN_WORD, header_for
 from kvtier.transfer.local.mapped import MappedTable
@@ -30,11 +29,11 @@ log = logging.getLogger(__name__)
 @cache
 def load_kernels() -> Kernels:
     """The fastest implementation that is installed and sound; the same one each time."""
-    if importlib.util.find_spec("numba") is None:
-        log.info("local.kernels.numpy")
-        return NumpyKernels()
     try:
         compiled = load_compiled()
+    except ModuleNotFoundError:
+        log.info("local.kernels.numpy")
+        return NumpyKernels()
     except ImportError as error:
         # An installation that does not fit this Python or numpy.
         log.warning("local.kernels.no_numba", extra={"reason": str(error)})
@@ -51,7 +50,7 @@ def load_kernels() -> Kernels:
 def load_compiled() -> Kernels:
     """The compiled implementation, unchecked. Raises ImportError without numba."""
     # Not imported before it is used: numba takes half a second, which connecting must not.
-    made: Kernels = importlib.import_module("kvtier.transfer.local.compiled").CompiledKernels()
+    made: Kernels = load_optional("kvtier.transfer.local.compiled").CompiledKernels()
     return made
 
 

@@ -327,9 +327,30 @@ def test_the_compiled_implementation_is_taken_where_it_is_installed():
     assert agrees(load_kernels())
 
 
-def test_without_numba_numpy_does_it(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert load_kernels.__wrapped__().name == "numpy"
+@pytest.mark.parametrize(
+    ("before", "variables"),
+    [
+        ("import sys; sys.modules['numba'] = None", {}),
+        ("", {"NUMBA_DISABLE_JIT": "1"}),
+        ("", {"NUMBA_NUM_THREADS": "0"}),
+    ],
+    ids=["absent", "turned off", "set up wrongly"],
+)
+def test_without_a_numba_that_works_numpy_does_it(tmp_path, before, variables):
+    code = f"""{before}
+import kvtier
+kvtier.warm_up()
+from kvtier.packing.bulk_sums import load_summer
+from kvtier.packing.fp8 import backend
+from kvtier.transfer.local.loading import load_kernels
+print(load_kernels().name, load_summer().name, backend().value)"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables, "NUMBA_CACHE_DIR": str(tmp_path)},
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["numpy", "xxhash", "torch"]), done.stderr
 
 
 class Stale(NumpyKernels):
@@ -340,7 +361,6 @@ class Stale(NumpyKernels):
 
 
 def test_an_implementation_that_differs_is_not_used(monkeypatch, caplog):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: "somewhere")
     monkeypatch.setattr("kvtier.transfer.local.loading.load_compiled", Stale)
     assert type(load_kernels.__wrapped__()) is NumpyKernels
     assert "local.kernels.stale_cache" in caplog.text
@@ -350,7 +370,6 @@ def test_a_broken_numba_is_passed_over(monkeypatch, caplog):
     def fail():
         raise ImportError("Numba needs another NumPy")
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: "somewhere")
     monkeypatch.setattr("kvtier.transfer.local.loading.load_compiled", fail)
     assert load_kernels.__wrapped__().name == "numpy"
     assert "local.kernels.no_numba" in caplog.text
