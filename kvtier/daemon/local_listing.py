@@ -1,13 +1,14 @@
 """The store's pages in the shared directory.
 
-Called under the store's lock. The directory is written with numpy alone until somebody reads it:
-the compiled loops cost half a second of processor time when they are loaded, which a daemon without
-local clients need not spend.
+Called under the store's lock. The directory is written with numpy alone until somebody reads it or
+it is written often: the compiled loops cost half a second of processor time when they are loaded,
+which a daemon that does little need not spend.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from kvtier.core.listing import Listed, ListedMany
 from kvtier.core.page import Codec, PageMeta, PageRef, Tier
@@ -19,17 +20,26 @@ __all__ = ["DirectoryListing"]
 
 log = logging.getLogger(__name__)
 
+#: Changes of single pages since the start.
+_OFTEN = 4096
+
 
 class DirectoryListing:
     """A core.listing.Listing over `directory`. A page that finds no place there, which is counted,
     is a miss to local clients.
     """
 
-    def __init__(self, directory: Directory, boot_id: int) -> None:
+    def __init__(
+        self, directory: Directory, boot_id: int, on_often: Callable[[], None] | None = None
+    ) -> None:
+        """`on_often` is called once, when it is worth being quick; it must not block."""
         self._directory = directory
         self._boot_id = boot_id
+        self._on_often = on_often
+        self._changes = 0
 
     def put(self, page: Listed) -> None:
+        self._count()
         ref = PageRef(self._boot_id, Tier(page.tier), page.slot, page.generation)
         meta = PageMeta(
             key=page.key,
@@ -60,6 +70,7 @@ class DirectoryListing:
         )
 
     def remove(self, namespace: int, shard: int, key: bytes) -> None:
+        self._count()
         self._directory.remove_many(identities([key], namespaces=namespace, shards=shard))
 
     def open_namespace(self, namespace: int, shard_count: int, generation: int) -> None:
@@ -70,6 +81,11 @@ class DirectoryListing:
         except LimitExceeded as error:
             # Local clients find nothing of it current, and ask the daemon.
             log.warning("local.namespace_unlisted", extra={"why": str(error)})
+
+    def _count(self) -> None:
+        self._changes += 1
+        if self._changes == _OFTEN and self._on_often is not None:
+            self._on_often()
 
     def end_namespace(self, namespace: int) -> None:
         self._directory.end_namespace(namespace)

@@ -49,7 +49,7 @@ class LocalPlane:
         self._stack.callback(self._directory.close)
         self._loading: threading.Thread | None = None
         self._server: LocalServer | None = None
-        self.listing = DirectoryListing(self._directory, boot_id)
+        self.listing = DirectoryListing(self._directory, boot_id, self._load_kernels)
 
     @property
     def clients(self) -> int:
@@ -111,7 +111,7 @@ class LocalPlane:
             self._loading.join(_LOADING_S_MAX)
 
     def _load_kernels(self) -> None:
-        """Somebody reads the directory: from now on it is worth being quick."""
+        """Somebody reads the directory, or it changes often: it is worth being quick."""
         if self._loading is None:
             self._loading = threading.Thread(
                 target=lambda: self._directory.use(load_kernels()),

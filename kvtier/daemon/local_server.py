@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.daemon.sockets import Refuse, claimed_socket
-from kvtier.errors import InvalidFrame, KvtierError
+from kvtier.errors import KvtierError
 from kvtier.transfer.local import frames
 
 __all__ = ["LocalServer", "Offer"]
@@ -181,7 +181,7 @@ class LocalServer:
                 return
             try:
                 if flags & socket.MSG_TRUNC:
-                    raise _broken(f"has more than {frames.FRAME_BYTES_MAX} bytes")
+                    raise frames.invalid(f"has more than {frames.FRAME_BYTES_MAX} bytes")
                 self._handle(client, frames.decode(packet))
             except KvtierError as error:
                 kind, message = type(error).__name__, str(error)
@@ -202,10 +202,12 @@ class LocalServer:
             self._refuse(client, client.refused)
         elif isinstance(frame, frames.Hello) and not client.is_attached:
             if frame.version != frames.VERSION:
-                raise _broken(f"is of version {frame.version}, the daemon's is {frames.VERSION}")
+                raise frames.invalid(
+                    f"is of version {frame.version}, the daemon's is {frames.VERSION}"
+                )
             self._welcome(client, frame)
         else:
-            raise _broken(f"comes out of turn: {type(frame).__name__}")
+            raise frames.invalid(f"comes out of turn: {type(frame).__name__}")
 
     def _welcome(self, client: _Client, hello: frames.Hello) -> None:
         offer = self._offer
@@ -232,10 +234,3 @@ class LocalServer:
         if client.socket in self._selector.get_map():
             self._selector.unregister(client.socket)
         client.socket.close()
-
-
-def _broken(what: str) -> InvalidFrame:
-    return InvalidFrame(
-        f"a frame of the local plane {what}",
-        remedy="use a client and daemon of the same version; the session goes on over gRPC",
-    )

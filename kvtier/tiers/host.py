@@ -14,13 +14,11 @@ instead of crashing.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -38,7 +36,7 @@ from kvtier.tiers.base import (
     flat_bytes,
     tier_io_error,
 )
-from kvtier.tiers.memfd import HUGE_PAGE_BYTES, create_sealed, free_huge_bytes
+from kvtier.tiers.memfd import HUGE_PAGE_BYTES, create_sealed, free_huge_bytes, map_shared
 from kvtier.tiers.memory import RESERVE_BYTES, Headroom, read_headroom
 from kvtier.tiers.populate import PopulateRange, Populator, SlabRange, populate_write
 
@@ -285,27 +283,7 @@ def _open_map(capacity_bytes: int, *, huge_pages: bool) -> tuple[int, mmap.mmap,
 def _sealed_map(size_bytes: int, *, huge_pages: bool) -> tuple[int, mmap.mmap]:
     fd = create_sealed("kvtier-arena", size_bytes, tier=Tier.HOST, huge_pages=huge_pages)
     try:
-        pages = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        pages.madvise(mmap.MADV_DONTFORK)
-        pages.madvise(mmap.MADV_DONTDUMP)  # people's prompts, and large: nothing for a core file
+        return fd, map_shared(fd, size_bytes, writable=True)
     except OSError as error:
         os.close(fd)
         raise tier_io_error(Tier.HOST, TierOperation.OPEN, error) from error
-    _maps.add(pages)
-    return fd, pages
-
-
-_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-
-
-def _keep_maps_in_child() -> None:
-    """After a fork: see to it that no map object is ever freed here.
-
-    Freeing one unmaps its range; but the range is not mapped in the child, so by then
-    other memory of the child may lie there.
-    """
-    for pages in list(_maps):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pages))
-
-
-os.register_at_fork(after_in_child=_keep_maps_in_child)

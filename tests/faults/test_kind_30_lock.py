@@ -148,11 +148,8 @@ def test_lookups_go_on_while_a_namespace_of_100_000_pages_ends(store, timed, key
         for _ in range(100):
             assert store.sweep(256) == 256, "so many in one holding"
             time.sleep(0)  # the daemon gives others a turn here, too
-        limit = time.monotonic() + 10
-        while lookups.count <= 3:
-            assert time.monotonic() < limit, "nobody got a turn"
-            time.sleep(0.001)
     assert store.status()[Tier.NVME].sealed == PAGES - 100 * 256
+    assert lookups.count > 3
     assert lookups.slowest_s < ANSWER_S
     record_property("lookup_slowest_s", lookups.slowest_s)
     record_property("lock_longest_s", timed[0].longest_s)

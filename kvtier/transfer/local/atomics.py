@@ -18,10 +18,8 @@ from numba.core import cgutils
 from kvtier.packing.jit_numba import instructions
 
 __all__ = [
-    "copy_bytes",
     "fence_acquire",
     "fence_release",
-    "fence_stream",
     "load_acquire",
     "load_code",
     "load_number",
@@ -31,7 +29,6 @@ __all__ = [
     "store_number",
     "store_own",
     "store_release",
-    "stream_line",
 ]
 
 # numba's own types describe these functions as the compiler calls them, not as code uses them.
@@ -41,7 +38,6 @@ _insert: Any = cgutils.get_or_insert_function
 _BYTE = ir.IntType(8)
 _INT = ir.IntType(32)
 _WORD = ir.IntType(64)
-_LINE = ir.VectorType(_WORD, 8)
 
 
 def _pointer(builder: Any, address: Any, kind: Any) -> Any:
@@ -116,8 +112,6 @@ def _fence(ordering: str) -> Any:
 fence_acquire = _fence("acquire")
 #: Accesses before it are done before any store behind it.
 fence_release = _fence("release")
-#: What `stream_line` wrote is in memory before any access behind it.
-fence_stream = _fence("seq_cst")
 
 
 @instructions
@@ -134,34 +128,3 @@ def prefetch(typing: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), emit
-
-
-@instructions
-def copy_bytes(typing: Any, target: Any, source: Any, length: Any) -> Any:
-    """The C library's memcpy between addresses that do not overlap."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _BYTE.as_pointer()
-        kind = ir.FunctionType(pointer, [pointer, pointer, _WORD])
-        function = _insert(builder.module, kind, "memcpy")
-        places = [_pointer(builder, address, _BYTE) for address in args[:2]]
-        builder.call(function, [*places, args[2]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), emit
-
-
-@instructions
-def stream_line(typing: Any, target: Any, source: Any) -> Any:
-    """Copies 64 bytes past the caches to `target`, a multiple of 64, from any address."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        line = builder.load(_pointer(builder, args[1], _LINE))
-        line.align = 1
-        store = builder.store(line, _pointer(builder, args[0], _LINE))
-        store.align = 64
-        one = builder.module.add_metadata([ir.Constant(_INT, 1)])
-        store.set_metadata("nontemporal", one)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit

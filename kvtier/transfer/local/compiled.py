@@ -62,13 +62,3 @@ class CompiledKernels:
     def store(self, table: MappedTable, word: int, value: int) -> None:
         assert 0 <= word < len(table.words), "word"
         owner_kernels.store(table.shape, word, value)
-
-    def copy_many(
-        self,
-        base: int,
-        offsets: NDArray[np.int64],
-        targets: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-    ) -> None:
-        assert len(offsets) == len(targets) == len(lengths), "pieces"
-        kernels.copy_many(base, offsets, targets, lengths)

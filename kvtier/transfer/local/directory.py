@@ -15,10 +15,9 @@ see as a miss.
 The table begins small and is made anew, twice as long, whenever it is half full (header.py), so a
 directory takes 256 to 512 bytes a page of those that there are. Making it anew takes about a second
 for a million pages, and readers ask the daemon meanwhile. Memory is taken where an entry is written
-or looked for; `populate` takes it all ahead, for as many pages as there may be.
+or looked for.
 
-Thread rule: the caller holds the store's lock for all but `populate`, which a thread of its own may
-run meanwhile, and the properties.
+Thread rule: the caller holds the store's lock for all but the properties and `use`.
 Fork rule: a child does not get the memory; every use there raises TierIOError.
 """
 
@@ -27,7 +26,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
@@ -39,7 +37,6 @@ from kvtier.core.page import Tier
 from kvtier.errors import LimitExceeded
 from kvtier.tiers.base import TierOperation, tier_io_error
 from kvtier.tiers.memfd import create_read_only
-from kvtier.tiers.populate import PopulateRange, populate_write
 from kvtier.transfer.local.entry import EMPTY, ENTRY_WORDS, Words
 from kvtier.transfer.local.header import (
     HEADER_BYTES,
@@ -61,7 +58,6 @@ from kvtier.transfer.local.vectors import fill
 
 __all__ = ["Directory"]
 
-_POPULATE_STEP_BYTES: Final = 8 << 20
 _ENTRIES_FIRST: Final = 4096
 
 
@@ -227,23 +223,6 @@ class Directory:
         self._kernels.empty(self._live())
         self._pages = 0
 
-    def populate(
-        self, is_wanted: Callable[[], bool], *, populate: PopulateRange = populate_write
-    ) -> int:
-        """Takes the memory of the whole table while `is_wanted()`; 0 or the errno that ended it.
-
-        For a thread of its own: it asks before every 8 MiB. Raises TierIOError.
-        """
-        table = self._live()
-        address, left = int(table.words.ctypes.data), self._header.file_bytes
-        while left and is_wanted():
-            step = min(left, _POPULATE_STEP_BYTES)
-            number = populate(address, step)
-            if number:
-                return number
-            address, left = address + step, left - step
-        return 0
-
     def close(self) -> None:
         """Every lookup and recheck that starts later finds nothing. Again does nothing."""
         table, self._table = self._table, None
@@ -254,7 +233,7 @@ class Directory:
             return  # the memory is not here, see tiers/memfd.py
         self._kernels.store(table, OPEN_WORD, 0)
         del table
-        # `populate` is running: the map goes with the table that it holds
+        # somebody holds the table: the map goes with that
         with suppress(BufferError):
             self._map.close()
         del self._map

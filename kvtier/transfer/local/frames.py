@@ -40,6 +40,7 @@ __all__ = [
     "Welcome",
     "decode",
     "encode",
+    "invalid",
 ]
 
 VERSION: Final = 1
@@ -114,13 +115,13 @@ def encode(frame: Frame) -> bytes:
 def decode(packet: bytes | memoryview) -> Frame:
     """Raises InvalidFrame for anything that is not a frame of this version."""
     if len(packet) > FRAME_BYTES_MAX:
-        raise _invalid(f"has more than {FRAME_BYTES_MAX} bytes")
+        raise invalid(f"has more than {FRAME_BYTES_MAX} bytes")
     try:
         fields = msgpack.unpackb(packet, strict_map_key=True, max_map_len=32, max_array_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise _invalid(f"is no msgpack: {error}") from error
+        raise invalid(f"is no msgpack: {error}") from error
     if not isinstance(fields, dict):
-        raise _invalid("is no map")
+        raise invalid("is no map")
     kind = _field(fields, "kind", int)
     if kind == FrameKind.HELLO:
         return Hello(version=_number(fields, "version"), client=_text(fields, "client"))
@@ -134,45 +135,46 @@ def decode(packet: bytes | memoryview) -> Frame:
         return Refused(**{name: _text(fields, name) for name in ("error", "message", "remedy")})
     if kind == FrameKind.USED:
         return _used(fields)
-    raise _invalid(f"is of an unknown kind: {kind}")
+    raise invalid(f"is of an unknown kind: {kind}")
 
 
 def _used(fields: dict[Any, Any]) -> Used:
     keys = _field(fields, "keys", bytes)
     if len(keys) % KEY_BYTES or len(keys) > KEYS_PER_FRAME_MAX * KEY_BYTES:
-        raise _invalid(f"has keys of {len(keys)} bytes in all")
+        raise invalid(f"has keys of {len(keys)} bytes in all")
     namespace, shard = _number(fields, "namespace"), _number(fields, "shard")
     if namespace >= 1 << 32 or shard >= 1 << 16:
-        raise _invalid(f"is of shard {shard} of namespace {namespace}")
+        raise invalid(f"is of shard {shard} of namespace {namespace}")
     names = ("lookup_hits", "lookup_misses", "get_hits", "get_misses", "get_bytes")
     counts = {name: _number(fields, name) for name in names}
     if max(counts.values()) > _BYTES_MAX or max(counts[name] for name in names[:-1]) > _COUNT_MAX:
-        raise _invalid(f"claims too much: {counts}")
+        raise invalid(f"claims too much: {counts}")
     return Used(namespace=namespace, shard=shard, keys=keys, **counts)
 
 
 def _field(fields: dict[Any, Any], name: str, kind: type[T]) -> T:
     value = fields.get(name)
     if type(value) is not kind:  # bool is an int, and no number here
-        raise _invalid(f"has {name} = {value!r:.40}, which is no {kind.__name__}")
+        raise invalid(f"has {name} = {value!r:.40}, which is no {kind.__name__}")
     return value
 
 
 def _number(fields: dict[Any, Any], name: str) -> int:
     value = _field(fields, name, int)
     if not 0 <= value <= _NUMBER_MAX:
-        raise _invalid(f"has {name} = {value}")
+        raise invalid(f"has {name} = {value}")
     return value
 
 
 def _text(fields: dict[Any, Any], name: str) -> str:
     value = _field(fields, name, str)
     if len(value) > _TEXT_MAX:
-        raise _invalid(f"has {len(value)} characters of {name}")
+        raise invalid(f"has {len(value)} characters of {name}")
     return value
 
 
-def _invalid(what: str) -> InvalidFrame:
+def invalid(what: str) -> InvalidFrame:
+    """The error about a frame that `what`."""
     return InvalidFrame(
         f"a frame of the local plane {what}",
         remedy="use a client and daemon of the same version; the session goes on over gRPC",

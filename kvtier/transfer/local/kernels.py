@@ -18,9 +18,7 @@ import numpy as np
 
 from kvtier.packing.jit_numba import compiled, part
 from kvtier.transfer.local.atomics import (
-    copy_bytes,
     fence_acquire,
-    fence_stream,
     load_acquire,
     load_code,
     load_number,
@@ -29,7 +27,6 @@ from kvtier.transfer.local.atomics import (
     store_code,
     store_number,
     store_own,
-    stream_line,
 )
 from kvtier.transfer.local.compiling import (
     EMPTY_WORD,
@@ -56,10 +53,9 @@ from kvtier.transfer.local.protocol import (
     PROBES_MAX,
     READS_MAX,
     ROUNDS_MAX,
-    STREAM_BYTES_MIN,
 )
 
-__all__ = ["copy_many", "namespace", "probe", "recheck"]
+__all__ = ["namespace", "probe", "recheck"]
 
 _NUMBER: Final = np.uint64(NAMESPACE_FACTOR)
 _LOW: Final = np.uint64(0xFFFFFFFF)
@@ -295,19 +291,3 @@ def namespace(shape: Any, number: Any) -> Any:
 
 
 _ADDRESSES: Final = "Array(int64, 1, 'C', readonly=True)"
-
-
-@compiled(f"void(int64, {_ADDRESSES}, {_ADDRESSES}, {_ADDRESSES})")
-def copy_many(base: Any, offsets: Any, targets: Any, lengths: Any) -> Any:
-    """Copies lengths[i] bytes from base + offsets[i] to the address targets[i]; none overlap."""
-    for i in range(len(offsets)):
-        source, target, left = base + offsets[i], targets[i], lengths[i]
-        if left >= STREAM_BYTES_MIN:
-            head = -target & 63
-            copy_bytes(target, source, head)
-            body = (left - head) & ~63
-            for at in range(head, head + body, 64):
-                stream_line(target + at, source + at)
-            source, target, left = source + head + body, target + head + body, left - head - body
-        copy_bytes(target, source, left)
-    fence_stream()

@@ -24,7 +24,6 @@ __all__ = [
     "PROBES_MAX",
     "READS_MAX",
     "ROUNDS_MAX",
-    "STREAM_BYTES_MIN",
     "Found",
     "Kernels",
 ]
@@ -42,8 +41,6 @@ PROBES_MAX: Final = 256
 READS_MAX: Final = 64
 #: Searches for what was missed while entries were being moved.
 ROUNDS_MAX: Final = 8
-#: From here on a copy goes past the caches: the pieces of a batch do not stay in them anyway.
-STREAM_BYTES_MIN: Final = 256 << 10
 
 
 @dataclass(slots=True)
@@ -81,8 +78,8 @@ class Found:
 
 class Kernels(Protocol):
     """The inner loops over a MappedTable. Arrays are C-contiguous, of n keys or rows, and `keys`
-    has 4 n words; a row is an entry's 16 words. Only `probe`, `recheck`, `namespace` and
-    `copy_many` may run in several threads at once.
+    has 4 n words; a row is an entry's 16 words. Only `probe`, `recheck` and `namespace`
+    may run in several threads at once.
     """
 
     @property
@@ -116,15 +113,3 @@ class Kernels(Protocol):
 
     def store(self, table: MappedTable, word: int, value: int) -> None:
         """Sets one word of the file, by its index."""
-
-    def copy_many(
-        self,
-        base: int,
-        offsets: NDArray[np.int64],
-        targets: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-    ) -> None:
-        """Copies lengths[i] bytes from base + offsets[i] to the address targets[i].
-
-        Trusts its arguments: nothing may overlap, and all must be mapped until it returns.
-        """

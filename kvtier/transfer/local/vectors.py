@@ -12,8 +12,6 @@ Thread rule: see Kernels.
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -152,18 +150,6 @@ class NumpyKernels:
 
     def store(self, table: MappedTable, word: int, value: int) -> None:
         table.words.data[word] = value
-
-    def copy_many(
-        self,
-        base: int,
-        offsets: NDArray[np.int64],
-        targets: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-    ) -> None:
-        for offset, target, length in zip(
-            offsets.tolist(), targets.tolist(), lengths.tolist(), strict=True
-        ):
-            ctypes.memmove(target, base + offset, length)
 
 
 def _mixes_and_homes(table: MappedTable, rows: Words) -> tuple[list[int], list[int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import threading
 
 import pytest
 
@@ -114,36 +113,7 @@ def test_a_seal_or_map_that_fails_leaves_nothing(monkeypatch, lost):
             create_read_only("x", 8192, tier=Tier.HOST)
 
 
-def test_memory_is_taken_lazily_or_by_populate():
+def test_memory_is_taken_lazily() -> None:
     with directory(1 << 17) as made:
-        size = made.header.file_bytes
-        assert size > 32 << 20
-
-        def taken() -> int:
-            return os.fstat(made.fd).st_blocks * 512
-
-        assert taken() < 64 << 10
-        asked = iter([True, True, False])
-        assert made.populate(lambda: next(asked)) == 0
-        assert taken() == 16 << 20
-        assert made.populate(lambda: True, populate=lambda address, length: 12) == 12
-        assert made.populate(lambda: True) == 0
-        assert taken() == size
-
-
-def test_close_while_populating_frees_the_memory_afterwards():
-    made = directory(1 << 12)
-    may_go_on, is_there = threading.Event(), threading.Event()
-
-    def slow(address: int, length: int) -> int:
-        is_there.set()
-        may_go_on.wait(10)
-        return 0
-
-    thread = threading.Thread(target=made.populate, args=(lambda: True,), kwargs={"populate": slow})
-    with no_leaks():
-        thread.start()
-        is_there.wait(10)
-        made.close()
-        may_go_on.set()
-        thread.join()
+        assert made.header.file_bytes > 32 << 20
+        assert os.fstat(made.fd).st_blocks * 512 < 64 << 10

@@ -68,7 +68,7 @@ def check(changes: int, counts: list[dict[str, int]]) -> None:
     sys.stdout.write(f"{changes} changes, readers counted {counts}\n")
     assert changes > 1000
     for counted in counts:
-        assert counted["hits"] > 100
+        assert counted["hits"] > 1000
         assert counted["false_hits"] == 0
         assert counted["lost"] == 0
 
