@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import numpy as np
+
 from kvtier.core.listing import Listed, ListedMany
-from kvtier.core.page import Codec, PageMeta, PageRef, Tier
 from kvtier.errors import LimitExceeded
 from kvtier.transfer.local.directory import Directory
-from kvtier.transfer.local.entry import encode_columns, encode_entries, encode_entry, identities
+from kvtier.transfer.local.entry import ENTRY_WORDS, encode_columns, encode_into
 
 __all__ = ["DirectoryListing"]
 
@@ -29,30 +30,19 @@ class DirectoryListing:
     is a miss to local clients.
     """
 
-    def __init__(
-        self, directory: Directory, boot_id: int, on_often: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, directory: Directory, on_often: Callable[[], None] | None = None) -> None:
         """`on_often` is called once, when it is worth being quick; it must not block."""
         self._directory = directory
-        self._boot_id = boot_id
+        # One row is used again and again: made anew it would cost more than entering it.
+        self._row = np.zeros((1, ENTRY_WORDS), np.uint64)
+        self._entry = self._row.view(np.uint8).reshape(-1).data
         self._on_often = on_often
         self._changes = 0
 
     def put(self, page: Listed) -> None:
         self._count()
-        ref = PageRef(self._boot_id, Tier(page.tier), page.slot, page.generation)
-        meta = PageMeta(
-            key=page.key,
-            length=page.length,
-            codec=Codec(page.codec),
-            payload_sum=page.payload_sum,
-            origin_sum=page.origin_sum,
-            lossy=page.lossy,
-        )
-        entry = encode_entry(
-            ref, meta, namespace=page.namespace, shard=page.shard, has_sums=page.has_sums
-        )
-        self._directory.put_many(encode_entries([entry]))
+        encode_into(self._entry, page)
+        self._directory.put_many(self._row)
 
     def put_many(self, pages: ListedMany) -> None:
         self._directory.fill(
@@ -71,7 +61,8 @@ class DirectoryListing:
 
     def remove(self, namespace: int, shard: int, key: bytes) -> None:
         self._count()
-        self._directory.remove_many(identities([key], namespaces=namespace, shards=shard))
+        encode_into(self._entry, Listed(namespace, shard, key, 0, 0, False, 0, 0, 0))
+        self._directory.remove_many(self._row)
 
     def open_namespace(self, namespace: int, shard_count: int, generation: int) -> None:
         if not namespace:

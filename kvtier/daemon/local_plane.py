@@ -49,7 +49,7 @@ class LocalPlane:
         self._stack.callback(self._directory.close)
         self._loading: threading.Thread | None = None
         self._server: LocalServer | None = None
-        self.listing = DirectoryListing(self._directory, boot_id, self._load_kernels)
+        self.listing = DirectoryListing(self._directory, self._load_kernels)
 
     @property
     def clients(self) -> int:

@@ -31,7 +31,7 @@ class Mirrored(ListingBook):
         self.directory = Directory(
             pages_max=64, namespaces_max=64, boot_id=BOOT, hash_seed=3, kernels=NumpyKernels()
         )
-        self.listing = DirectoryListing(self.directory, BOOT)
+        self.listing = DirectoryListing(self.directory)
         self.view = DirectoryView(self.directory.fd, boot_id=BOOT)
 
     def put(self, page: Listed) -> None:
@@ -118,7 +118,7 @@ def test_many_at_once_are_as_one_by_one() -> None:
         generation=rng.integers(1, 2**60, count).astype(np.uint64),
     )
     with Directory(pages_max=count, namespaces_max=8, boot_id=BOOT, hash_seed=3) as directory:
-        listing = DirectoryListing(directory, BOOT)
+        listing = DirectoryListing(directory)
         book = ListingBook()
         listing.put_many(pages)
         book.put_many(pages)
@@ -138,7 +138,7 @@ def test_many_at_once_are_as_one_by_one() -> None:
 
 def test_a_page_without_a_place_is_counted_and_no_error() -> None:
     with Directory(pages_max=8, namespaces_max=8, boot_id=BOOT, hash_seed=3) as directory:
-        listing = DirectoryListing(directory, BOOT)
+        listing = DirectoryListing(directory)
         for number in range(100):
             key = number.to_bytes(32, "little")
             listing.put(Listed(1, 0, key, Tier.HOST, Codec.RAW, False, 0, 10, number + 1))
@@ -149,7 +149,7 @@ def test_a_page_without_a_place_is_counted_and_no_error() -> None:
 
 def test_a_namespace_without_a_word_is_not_current(caplog: pytest.LogCaptureFixture) -> None:
     with Directory(pages_max=8, namespaces_max=1, boot_id=BOOT, hash_seed=3) as directory:
-        listing = DirectoryListing(directory, BOOT)
+        listing = DirectoryListing(directory)
         for number in range(1, 2000):
             listing.open_namespace(number, 1, 1)
         with DirectoryView(directory.fd, boot_id=BOOT) as view:

@@ -154,7 +154,7 @@ class Directory:
         entry before, that is still there. Raises TierIOError.
         """
         table = self._roomy(len(rows))
-        rows = np.require(rows.reshape(-1, ENTRY_WORDS), np.uint64, ["C", "W"])
+        rows = _as_rows(rows)
         placed = np.empty(len(rows), np.uint8)
         room = self._pages_max - self._pages
         new, steps, longest = self._kernels.write(table, rows, placed, room)
@@ -180,7 +180,7 @@ class Directory:
         Raises TierIOError.
         """
         table = self._live()
-        rows = np.require(rows.reshape(-1, ENTRY_WORDS), np.uint64, ["C"])
+        rows = _as_rows(rows)
         removed = np.empty(len(rows), np.uint8)
         count, steps = self._kernels.remove(table, rows, removed)
         self._pages -= count
@@ -278,6 +278,16 @@ class Directory:
         if self._pid != os.getpid():
             raise _closed("the directory belongs to the parent process")
         return self._table
+
+
+def _as_rows(rows: Words) -> Words:
+    """As the kernels take them. Copies only what is not so already, which np.require is slow to
+    find out.
+    """
+    flags = rows.flags
+    if rows.ndim == 2 and rows.dtype == np.uint64 and flags.c_contiguous and flags.writeable:
+        return rows
+    return np.require(rows.reshape(-1, ENTRY_WORDS), np.uint64, ["C", "W"])
 
 
 def _started(pages: mmap.mmap, header: Header) -> MappedTable:

@@ -42,7 +42,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvtier.core.page import KEY_BYTES, SUM_BYTES, Codec, PageMeta, PageRef, Tier
+from kvtier.core.listing import Listed
+from kvtier.core.page import KEY_BYTES, NO_SUM, SUM_BYTES, Codec, PageMeta, PageRef, Tier
 from kvtier.errors import KeyLengthError, LimitExceeded
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "encode_columns",
     "encode_entries",
     "encode_entry",
+    "encode_into",
     "entry_fits",
     "identities",
     "key_words",
@@ -233,27 +235,53 @@ def encode_entry(
     `has_sums` False: the sums of this copy are not at hand, and its reader has to ask the daemon.
     Raises KeyLengthError, LimitExceeded.
     """
-    if len(meta.key) != KEY_BYTES:
-        raise KeyLengthError(
-            f"key has {len(meta.key)} bytes", remedy=f"keys are the {KEY_BYTES} bytes of a hash"
-        )
-    # struct would cut or pad silently.
-    assert len(meta.payload_sum) == len(meta.origin_sum) == SUM_BYTES, "payload_sum, origin_sum"
-    try:
-        return _ENTRY.pack(
-            meta.key,
+    entry = bytearray(ENTRY_BYTES)
+    encode_into(
+        entry,
+        Listed(
             namespace,
             shard,
+            meta.key,
             ref.tier,
-            _SEALED | _HAS_SUMS if has_sums else _SEALED,
-            ref.generation,
-            ref.slot,
-            meta.length & 0xFFFFFFFF,
-            meta.length >> 32,
             meta.codec,
-            _LOSSY if meta.lossy else 0,
-            meta.payload_sum if has_sums else bytes(SUM_BYTES),
-            meta.origin_sum if has_sums else bytes(SUM_BYTES),
+            meta.lossy,
+            ref.slot,
+            meta.length,
+            ref.generation,
+            has_sums,
+            meta.payload_sum,
+            meta.origin_sum,
+        ),
+    )
+    return bytes(entry)
+
+
+def encode_into(entry: bytearray | memoryview, page: Listed) -> None:
+    """Writes the 128 bytes of a listed page's entry but for the mix. Raises as encode_entry."""
+    if len(page.key) != KEY_BYTES:
+        raise KeyLengthError(
+            f"key has {len(page.key)} bytes", remedy=f"keys are the {KEY_BYTES} bytes of a hash"
+        )
+    # struct would cut or pad silently.
+    assert len(page.payload_sum) == len(page.origin_sum) == SUM_BYTES, "payload_sum, origin_sum"
+    has_sums = page.has_sums
+    try:
+        _ENTRY.pack_into(
+            entry,
+            0,
+            page.key,
+            page.namespace,
+            page.shard,
+            page.tier,
+            _SEALED | _HAS_SUMS if has_sums else _SEALED,
+            page.generation,
+            page.slot,
+            page.length & 0xFFFFFFFF,
+            page.length >> 32,
+            page.codec,
+            _LOSSY if page.lossy else 0,
+            page.payload_sum if has_sums else NO_SUM,
+            page.origin_sum if has_sums else NO_SUM,
             0,
         )
     except struct.error as error:
