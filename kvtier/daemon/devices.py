@@ -30,6 +30,7 @@ from kvtier.tiers.io_pool import IoClass, IoJob, IoPool
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.nvme_device import NvmeDevice
 from kvtier.tiers.nvme_geometry import Plan, slab_number, split_slab
+from kvtier.transfer.lower import DeviceOffline
 
 __all__ = ["DeviceHealth", "Devices"]
 
@@ -109,7 +110,7 @@ class Devices:
     def submit(self, io_class: IoClass, slot: int, work: Callable[[], T]) -> IoJob[T]:
         health = self._health_of(slot)
         if not health.online:
-            raise Busy(
+            raise DeviceOffline(
                 f"{health.device.path} is offline: {health.reason}",
                 remedy="Check the device; it is tried again by itself.",
             )

@@ -253,8 +253,8 @@ class Mover:
             code = movement.publish()
             crash_point("promote.sealed")
             return MoveCode.DONE if code.is_stored else MoveCode.GONE
-        except Busy:
-            return MoveCode.BUSY
+        except Busy as error:
+            return MoveCode.of_refused_read(error)
         finally:
             if movement is not None and not movement.is_over:
                 movement.fail()  # something that nobody expected was raised
@@ -347,9 +347,9 @@ class Mover:
 
         try:
             job = self._lower.submit(IoClass.GET, slot, read)
-        except Busy:
+        except Busy as error:
             held.release()
-            return MoveCode.BUSY
+            return MoveCode.of_refused_read(error)
         bounced = Bounced(self._count_bounced, size)
         job.add_done(held.release)
         try:

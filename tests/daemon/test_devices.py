@@ -11,9 +11,13 @@ import pytest
 from device_rig import FIT, NS, RECORD, SEGMENT, Rig, rig_on, slow_to_make
 
 from kvtier.core.handles import Reading
-from kvtier.core.page import PutCode, Tier
+from kvtier.core.page import Codec, PutCode, Tier
+from kvtier.tiers.host import HostArena
 from kvtier.tiers.io_pool import IoClass
 from kvtier.tiers.nvme import NvmeDevice
+from kvtier.transfer.lower import MoveCode, Subject
+from kvtier.transfer.mover import Mover
+from kvtier.transfer.place import Identity
 from tests.faults.kinds_rig import key_of, on_loop, rows, until
 
 
@@ -158,6 +162,28 @@ async def test_pages_of_an_offline_device_leave_the_books_in_slices(base: Path) 
         assert (counts.sealed, counts.retiring) == (0, 1)
         reading.release()
         assert rig.store.status()[Tier.NVME].used_bytes == 0
+
+
+@on_loop
+async def test_pages_of_an_offline_device_are_gone_before_they_leave_the_books(base: Path) -> None:
+    """BUSY would say: ask again. There is nothing to ask for."""
+    async with rig_on(base) as rig:
+        await rig.devices.grow(RECORD)
+        rig.put([0])
+        first, second = leased(rig), leased(rig)
+        rig.lose()
+        rig.store.room.grant(Tier.HOST, 0)
+        place = Identity(fingerprint=bytes(32), generation=1, shard=0)
+        page = Subject(namespace=NS, key=key_of(0), identity=place, layout=None)
+        arena = HostArena(SEGMENT, slab_bytes=SEGMENT, huge_pages=False)
+        try:
+            mover = Mover(rig.store, arena, rig.devices, codec=Codec.RAW)
+            with first:
+                assert await mover.read_through(first, page) is MoveCode.GONE
+            assert await mover.promote(second, page, IoClass.GET) is MoveCode.GONE
+        finally:
+            arena.close()
+        assert rig.store.status()[Tier.HOST].filling == 0
 
 
 @on_loop
