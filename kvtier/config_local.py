@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtier.config_fields import whole
 from kvtier.config_kinds import Choice
 
 __all__ = ["LocalConfig", "Switch"]
@@ -31,4 +32,12 @@ class LocalConfig:
             "lies beside the first unix socket of daemon.listen, with `.local` behind its name, or "
             "without one in daemon.directory.",
         },
+    )
+    grant_ms: int = whole(
+        5_000,
+        "How long a client may write to a slot of host memory that it was granted. A slot that was "
+        "not given back by then is out of use until its holder gives it back or ends.",
+        low=100,
+        high=600_000,
+        unit="ms",
     )

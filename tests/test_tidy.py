@@ -39,6 +39,7 @@ OPTIONAL = {
 #: Files that may import anything late, each for a reason.
 IMPORTS_LATE = {
     "kvtier/__init__.py": "`import kvtier` loads neither grpc nor protobuf",
+    "kvtier/client/aio.py": "the client's modules load neither grpc nor protobuf",
     "kvtier/cli.py": "`kvtier --help` loads neither the daemon nor the client",
     "kvtier/cli/*": "`kvtier --help` loads neither the daemon nor the client",
     "tests/*": "a test may look at what importing does",

@@ -27,7 +27,6 @@ from kvtier.client.verifying import NOTHING_READ, OnProgress, reports
 from kvtier.core.page import Tier
 from kvtier.packing.layout import Layout
 from kvtier.transfer.planes.address import default_url
-from kvtier.transfer.planes.grpc import GrpcPlane
 from kvtier.transfer.planes.values import Capabilities, FlushResult, Status, VerifyProgress
 
 __all__ = ["DEADLINE_S", "AsyncConnection", "connect"]
@@ -68,6 +67,9 @@ class AsyncConnection:
     """Made by `connect`. `url` is where the daemon is."""
 
     def __init__(self, url: str, settings: Settings) -> None:
+        # Here, because it loads grpc and protobuf: who only imports the client need not wait.
+        from kvtier.transfer.planes.grpc import GrpcPlane
+
         self.url = url
         self._plane = GrpcPlane(url)
         self.link = Link(self._plane, settings)

@@ -1,5 +1,5 @@
-"""Batches against the daemon: cut to its limits, all inside one deadline, every key with an
-outcome.
+"""Lookups, gets and deletes against the daemon: cut to its limits, all inside one deadline, every
+key with an outcome.
 
 A failed call ends its batch: what was answered before stands, everything else gets the outcome that
 the error stands for. Errors that say "you asked wrong" go to the caller as they are.
@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvtier.client.arguments import GetCall, PutCall
+from kvtier.client.arguments import GetCall
 from kvtier.client.buffers import Allocated
-from kvtier.client.codec_thread import pack, unpack
+from kvtier.client.codec_thread import unpack
 from kvtier.client.reading import Part, Reader
-from kvtier.client.results import GetResult, PutResult
-from kvtier.client.writing import Writer
-from kvtier.core.page import Codec, DeleteCode, Durability, GetCode, PutCode
+from kvtier.client.results import GetResult
+from kvtier.core.page import Codec, DeleteCode, GetCode
 from kvtier.errors import (
     Busy,
     CorruptPage,
@@ -32,7 +30,6 @@ from kvtier.errors import (
     DirectoryError,
     KvtierError,
     NotEnoughMemory,
-    NotImplementedYet,
     StaleGeneration,
     TierIOError,
     UnknownHandle,
@@ -44,7 +41,6 @@ from kvtier.transfer.planes.values import (
     Hints,
     LookupReply,
     OpenedNamespace,
-    PutOpening,
 )
 
 if TYPE_CHECKING:
@@ -60,9 +56,9 @@ __all__ = [
     "got",
     "keys_per_call",
     "known_codes",
+    "limits_of",
     "lookup",
     "lookup_here",
-    "put",
 ]
 
 #: What an error says of each key of its call. Other errors are the caller's.
@@ -78,16 +74,6 @@ _GET_CODES: Final[dict[type[KvtierError], GetCode]] = {
     TierIOError: GetCode.IO_ERROR,
     UnknownHandle: GetCode.UNAVAILABLE,
 }
-_PUT_CODES: Final[dict[type[KvtierError], PutCode]] = {
-    Busy: PutCode.BUSY,
-    DaemonUnavailable: PutCode.UNAVAILABLE,
-    DeadlineExceeded: PutCode.TIMEOUT,
-    DirectoryError: PutCode.UNAVAILABLE,
-    NotEnoughMemory: PutCode.BUSY,
-    StaleGeneration: PutCode.STALE_GENERATION,
-    TierIOError: PutCode.UNAVAILABLE,
-    UnknownHandle: PutCode.UNAVAILABLE,
-}
 #: A code of a later version says that something went wrong, and no more.
 _KNOWN: Final = bytes(c if c in map(int, GetCode) else GetCode.IO_ERROR for c in range(256))
 
@@ -100,7 +86,7 @@ async def lookup(
     done = 0
 
     async def send(opened: OpenedNamespace) -> LookupReply:
-        some = keys[done : done + keys_per_call(_limits(ns))]
+        some = keys[done : done + keys_per_call(limits_of(ns))]
         found = await ns.link.plane.lookup(opened.handle, some, hints, deadline)
         _learn(ns, found.codes, opened)
         return found
@@ -203,7 +189,7 @@ async def _get(
 
     async def send(opened: OpenedNamespace) -> Part:
         nonlocal part
-        limits = _limits(ns)
+        limits = limits_of(ns)
         count = min(keys_per_call(limits), limits.bytes_per_call_max // ns.layout.raw_bytes)
         some = indices[done : done + max(count, 1)]
         part = Part(
@@ -243,63 +229,12 @@ async def _get(
     return failed
 
 
-async def put(ns: AsyncNamespace, call: PutCall) -> PutResult:
-    deadline, codec, layout = call.deadline, call.options.codec, ns.layout
-
-    async def packed(raw: memoryview) -> memoryview | None:
-        return await ns.link.codec.run(partial(pack, codec, layout, raw), deadline)
-
-    writer = Writer(layout, call.keys, call.rows, call.options, pack=packed)
-    length = layout.payload_bytes(codec)
-    indices = range(len(call.keys))
-    durability = call.options.durability
-    done = 0
-
-    async def send(opened: OpenedNamespace) -> int:
-        limits = _limits(ns)
-        count = max(min(limits.pages_per_put_max, limits.bytes_per_call_max // length), 1)
-        some = indices[done : done + count]
-        opening = PutOpening(
-            handle=opened.handle,
-            message_bytes_max=limits.message_bytes_max,
-            durability=durability,
-            hints=call.options.hints,
-        )
-        sent: list[int] = []
-        async with aclosing(writer.pages(some, opened, deadline, sent)) as pages:
-            unsure = writer.take(await ns.link.plane.put(opening, pages, deadline), sent)
-        ns.link.stored(opened, unsure)
-        return len(some)
-
-    while done < len(indices):
-        try:
-            is_quick = durability is Durability.HOST
-            done += await ns.call(send, deadline, counts_silence=is_quick)
-        except KvtierError as error:
-            if isinstance(error, NotImplementedYet) and durability is Durability.NVME:
-                # A daemon from before there was an NVMe tier. What it can do is worth having, and
-                # the result says that it is not durable.
-                durability = Durability.HOST
-                continue
-            code = _PUT_CODES.get(type(error))
-            if code is None:
-                raise
-            writer.fail(indices[done:], code)
-            break
-    return PutResult(
-        bytes(writer.codes),
-        writer.refs,
-        reached=bytes(writer.reached),
-        wanted=call.options.durability,
-    )
-
-
 async def delete(ns: AsyncNamespace, keys: Sequence[bytes], deadline: Deadline) -> bytes:
     """DeleteCodes. Raises when the daemon does not answer; earlier parts are then deleted."""
     codes = b""
 
     async def send(opened: OpenedNamespace) -> bytes:
-        some = keys[len(codes) : len(codes) + keys_per_call(_limits(ns))]
+        some = keys[len(codes) : len(codes) + keys_per_call(limits_of(ns))]
         found = await ns.link.plane.delete(opened.handle, some, deadline)
         if DeleteCode.STALE in found:
             ns.learn(GetCode.STALE, opened)
@@ -323,7 +258,8 @@ def keys_per_call(limits: Capabilities) -> int:
     return max(min(limits.keys_per_call_max, limits.message_bytes_max // 64), 1)
 
 
-def _limits(ns: AsyncNamespace) -> Capabilities:
+def limits_of(ns: AsyncNamespace) -> Capabilities:
+    """Of the daemon that has the namespace open."""
     assert ns.limits is not None, "known since the namespace was opened"
     return ns.limits
 

@@ -9,6 +9,7 @@ Belongs to the event loop of its connection.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from kvtier.errors import UnknownHandle
@@ -24,34 +25,38 @@ __all__ = ["Unflushed", "flush"]
 class Unflushed:
     """Counts pages that were stored and are not known to be durable: those of the present session,
     which the daemon counts too, and those of sessions that have ended. It has no keys: a page that
-    was put twice counts twice here.
+    was put twice counts twice here. Any thread.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._pages = 0
         self._strays = 0
 
     def stored(self, pages: int, *, is_present: bool) -> None:
         """A put of the present session, or of one that has ended meanwhile."""
-        if is_present:
-            self._pages += pages
-        else:
-            self._strays += pages
+        with self._lock:
+            if is_present:
+                self._pages += pages
+            else:
+                self._strays += pages
 
     def session_ended(self) -> None:
-        self._strays += self._pages
-        self._pages = 0
+        with self._lock:
+            self._strays += self._pages
+            self._pages = 0
 
     def take(self) -> tuple[int, int]:
         """(pages of the present session, pages of ended ones), for a flush to account for."""
-        taken = self._pages, self._strays
-        self._pages = self._strays = 0
-        return taken
+        with self._lock:
+            taken = self._pages, self._strays
+            self._pages = self._strays = 0
+            return taken
 
     def give_back(self, taken: tuple[int, int], *, is_present: bool) -> None:
         """The flush has failed. Whether the session that it began in is still the present one."""
         self.stored(taken[0], is_present=is_present)
-        self._strays += taken[1]
+        self.stored(taken[1], is_present=False)
 
 
 async def flush(link: Link, deadline: Deadline) -> FlushResult:

@@ -1,13 +1,19 @@
 """A lease: pages that stay where they are while it is held.
 
-Over grpc the bytes are still copies: the pages are pinned first and then fetched, so that none of
-them can be evicted between a lookup and its get. A lease ends with its `with` block, at its
-deadline unless renewed, or with the connection: a daemon closes the session of a client that makes
-no call for `session_ttl_s` of its capabilities, so renew a lease that is held for long. What is
-said of it is what this side knows: nothing is held after the deadline, and nothing once a call of
-the connection has found that the daemon was restarted.
+The pages are pinned first, so that none of them can be evicted meanwhile. `views` and `tensors`
+then give the daemon's own memory where this connection reads it (no copy at all), and copies where
+not; `sources` says which. A view counts for nothing before `verify`: the order is
 
-Belongs to the event loop of its connection.
+    views -> the engine copies out of them -> verify -> use what it says is a HIT -> release
+
+Why that is safe is said in `local_lease`. `pages` and `fetch` give copies, verified already.
+
+A lease ends with its `with` block, at its deadline unless renewed, or with the connection: a daemon
+closes the session of a client that makes no call for `session_ttl_s` of its capabilities, so renew
+a lease that is held for long. What is said of it is what this side knows: nothing is held after the
+deadline, and nothing once a call of the connection has found that the daemon was restarted.
+
+Belongs to the event loop of its connection. A lease is taken once.
 """
 
 from __future__ import annotations
@@ -16,13 +22,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtier.client.arguments import GetCall, milliseconds
 from kvtier.client.batches import keys_per_call
 from kvtier.client.link import Within
+from kvtier.client.local_lease import LeaseViews, ViewSource, segments
 from kvtier.client.results import GetResult, leading_run
-from kvtier.core.page import Codec, GetCode, LeaseCode
+from kvtier.core.page import GetCode, LeaseCode
 from kvtier.errors import (
     AvailabilityError,
     Busy,
@@ -59,6 +66,7 @@ class AsyncLease:
         self._granted_ms = 0
         self._ends_at = 0.0  # by time.monotonic()
         self._is_over = False
+        self._views = LeaseViews(ns, keys)
 
     @property
     def reasons(self) -> list[GetCode]:
@@ -74,6 +82,16 @@ class AsyncLease:
     def ttl(self) -> float:
         """Seconds that the daemon grants from taking or renewing on; 0 if nothing is held."""
         return self._granted_ms / 1000 if GetCode.HIT in self._present_codes() else 0.0
+
+    @property
+    def sources(self) -> list[ViewSource]:
+        """Where the view of each key comes from: IN_PLACE is no copy, all others say why not."""
+        return list(self._views.sources)
+
+    @property
+    def in_place(self) -> list[bool]:
+        """Of which keys the view is the daemon's own memory, which counts only after `verify`."""
+        return [source is ViewSource.IN_PLACE for source in self._views.sources]
 
     async def __aenter__(self) -> AsyncLease:
         await self.take()
@@ -147,31 +165,80 @@ class AsyncLease:
         return await self._ns.send_get(call)
 
     async def pages(self, *, deadline: Within = None) -> Sequence[bytearray | None]:
-        """The raw bytes of each page (a copy over grpc), None where it is not there."""
+        """The raw bytes of each page, a verified copy; None where it is not there."""
         return (await self.fetch(deadline=deadline)).pages
 
-    async def tensors(self, *, deadline: Within = None) -> list[dict[str, torch.Tensor] | None]:
-        """Each page as its segments by name, in the shape and dtype in which they are stored.
+    async def views(
+        self, *, lossy_ok: bool = False, deadline: Within = None
+    ) -> list[memoryview | None]:
+        """The raw bytes of each page that is held, read-only; None where there is none.
 
-        None where a page is not there. Over grpc they are copies. Raises MissingExtra without
-        torch, and DeadlineExceeded where torch has to be loaded first and that takes too long.
+        Where `in_place` says so it is the daemon's memory itself: copy out of it, or read it on the
+        spot, and then ask `verify`; until that says HIT the page is not one. A page that cannot be
+        viewed in place comes as a copy, verified already. With `lossy_ok` also pages that a codec
+        has rounded, which `sources` calls PACKED unless they were unpacked in host memory.
+
+        A view is mapped for as long as somebody holds it, also when the daemon has died; from
+        `release` on it may show other bytes at any time. Not in a forked child: reading it there
+        ends that. Asked again it gives the same views, and tries again what could not be had.
+        """
+        within = self.within(deadline)
+        self._ns.link.check_usable()
+        if not self._is_live() or self._pinned is None:
+            return [None] * len(self._keys)
+        held = [index for index, code in enumerate(self._codes) if code == GetCode.HIT]
+        self._views.look(self._pinned, held, lossy_ok=lossy_ok)
+        return await self._views.complete(lossy_ok=lossy_ok, deadline=within)
+
+    async def tensors(
+        self, *, lossy_ok: bool = False, deadline: Within = None
+    ) -> list[dict[str, torch.Tensor] | None]:
+        """Each page that is held as its segments by name, in the shape and dtype in which they are
+        stored, over the memory of `views`: all that is said there holds. None where there is none.
+
+        Never write to them: torch knows no read-only tensors, and a write to the daemon's memory
+        ends the process (SIGSEGV). A copy to a GPU has to be over before `verify` is asked, so
+        synchronise its stream. Raises MissingExtra without torch, and DeadlineExceeded where torch
+        has to be loaded first and that takes too long.
         """
         within = self.within(deadline)
         torch = await self._ns.link.codec.run(load_torch, within)
-        spans = self._ns.layout.spans(Codec.RAW)
-
-        def segments(page: bytearray) -> dict[str, Any]:
-            flat = torch.frombuffer(page, dtype=torch.uint8)
-            return {
-                span.segment.name: flat[span.offset : span.offset + span.nbytes]
-                .view(getattr(torch, span.dtype))
-                .reshape(span.shape)
-                for span in spans
-            }
-
         return [
-            None if page is None else segments(page) for page in await self.pages(deadline=within)
+            None if view is None else segments(torch, self._ns.layout, view)
+            for view in await self.views(lossy_ok=lossy_ok, deadline=within)
         ]
+
+    async def verify(self, *, deadline: Within = None) -> list[GetCode]:
+        """What the views were worth until now, one code a key. To be asked when the engine's own
+        copy out of them is done, and before `release`.
+
+        HIT: what was copied is the page. The lease was held the whole time, by this side's
+        monotonic clock, in the same session of a daemon that is still there; the namespace is
+        current; and for a view in place, the bytes have the sum of the page's maker and after that
+        its entry was still the same. (A copy was verified when it came.) CORRUPT: the sum is wrong
+        and the entry is the same; the daemon is told. MISS: the entry is gone (deleted, condemned).
+        STALE: the namespace was bumped. UNAVAILABLE: lease, session or daemon have ended. TIMEOUT:
+        the deadline passed first; ask again. Otherwise the code with which the page was not held or
+        not copied.
+
+        It needs no call where shared memory is read, but reads all bytes once; without, it asks the
+        daemon once. A page of which no view was asked for is judged by lease and namespace alone.
+        It may be asked several times: a later answer is one for all the time up to then.
+        """
+        within = self.within(deadline)
+        self._ns.link.check_usable()
+        codes, ended = bytearray(self._codes), GetCode.UNAVAILABLE
+        if GetCode.HIT in codes and self._is_live():
+            assert self._pinned is not None, "there are leases"
+            ended = await self._views.judge(codes, self._pinned, within)
+        if not self._is_live():  # looked at last: it has to have been held until now
+            ended = GetCode.UNAVAILABLE
+        if ended is GetCode.HIT:
+            await self._views.settle(codes, within)
+        else:
+            # Of all that was held: bytes and entries say nothing of a page once that has ended.
+            codes = bytearray(self._codes.replace(bytes([GetCode.HIT]), bytes([ended])))
+        return [GetCode(code) for code in codes]
 
     async def renew(self, ttl: float = 0.0, *, deadline: Within = None) -> None:
         """Moves the deadline to `ttl` seconds from now (0: the daemon's default).
@@ -200,8 +267,12 @@ class AsyncLease:
         self._grant(self._renewed_ms(ttl_ms), began)
 
     async def release(self, *, deadline: Within = None) -> None:
-        """Ends the lease. Ending it twice, or after the daemon ended it, is no error."""
+        """Ends the lease. Ending it twice, or after the daemon ended it, is no error.
+
+        Views that the caller still holds stay mapped, with whatever bytes come to be there.
+        """
         within = self.within(deadline)
+        self._views.drop()
         lease_ids, self._lease_ids = self._lease_ids, []
         self._is_over = True
         if not lease_ids or self._pinned is None:
@@ -228,6 +299,10 @@ class AsyncLease:
         if not self._is_over and self._lease_ids and not self._is_held():
             return self._codes.replace(bytes([GetCode.HIT]), bytes([GetCode.UNAVAILABLE]))
         return self._codes
+
+    def _is_live(self) -> bool:
+        """Something is held, now and until it was asked."""
+        return not self._is_over and bool(self._lease_ids) and self._is_held()
 
     def _is_held(self) -> bool:
         is_same_session = self._pinned and self._pinned.session_id == self._ns.link.session_id

@@ -24,6 +24,7 @@ from typing import Final
 
 from kvtier.client.local_link import LocalLink
 from kvtier.client.local_reads import LocalCounts, LocalReads
+from kvtier.client.local_writes import LocalWrites, WriteCounts
 from kvtier.errors import KvtierError
 from kvtier.packing.bulk_sums import load_summer
 from kvtier.transfer.local.loading import load_kernels
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 #: The daemon hears of what was used within a second.
 _TELL_S: Final = 0.5
+#: Slots that were granted and not used are given back within two of these.
+_REST_S: Final = 0.5
 _CLOSE_S_MAX: Final = 0.5
 _POLL_S: Final = 0.01
 _RETRY_S: Final = 1.0
@@ -58,7 +61,8 @@ os.register_at_fork(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalState:
     """`reason` says why a connection is not attached; `kernels` which inner loops it uses; `untold`
-    how many uses of pages the daemon was too busy to hear of.
+    how many uses of pages the daemon was too busy to hear of. `not_writing` says why puts go over
+    gRPC, and is empty while they do not.
     """
 
     is_attached: bool
@@ -66,6 +70,8 @@ class LocalState:
     kernels: str
     counts: LocalCounts
     untold: int
+    not_writing: str
+    puts: WriteCounts
 
 
 class LocalAttachment:
@@ -74,29 +80,37 @@ class LocalAttachment:
         self._is_wanted = is_wanted
         self._lock = threading.Lock()  # of everything below
         self._reads: LocalReads | None = None
+        self._writes: LocalWrites | None = None  # with _reads
         self._offer: tuple[str, int] | None = None  # socket and boot
         self._reason = "no namespace was opened yet" if is_wanted else 'plane is "grpc"'
         self._counts = LocalCounts()  # of attachments that have ended
+        self._puts = WriteCounts()
         self._untold = 0
         self._thread: threading.Thread | None = None
         self._try_at = 0.0
         self._pause_s = _RETRY_S
         self._loop: asyncio.AbstractEventLoop | None = None
         self._telling: asyncio.TimerHandle | None = None
+        self._resting: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     @property
     def state(self) -> LocalState:
         with self._lock:
             reads, counts, untold = self._reads, self._counts, self._untold
+            writes, puts = self._writes, self._puts
             if reads is not None:
                 counts, untold = counts + reads.counts, untold + reads.link.untold
+            if writes is not None:
+                puts += writes.counts
             return LocalState(
                 is_attached=reads is not None,
                 reason="" if reads is not None else self._reason,
                 kernels=reads.link.view.kernels if reads is not None else "",
                 counts=counts,
                 untold=untold,
+                not_writing=self._reason if writes is None else writes.reason,
+                puts=puts,
             )
 
     def reads(self, boot_id: int) -> LocalReads | None:
@@ -109,6 +123,11 @@ class LocalAttachment:
         if self._offer is not None and time.monotonic() >= self._try_at:
             self._begin()
         return None
+
+    def writes(self, boot_id: int) -> LocalWrites | None:
+        """What writes to the memory of this boot, while `reads` has it."""
+        reads, writes = self.reads(boot_id), self._writes
+        return None if reads is None else writes
 
     def offered(self, socket_path: str, boot_id: int) -> None:
         """A daemon of this boot answers, and has a control socket there (empty: none)."""
@@ -129,8 +148,9 @@ class LocalAttachment:
         with self._lock:
             self._is_closed = True
             thread = self._thread
-        if self._telling is not None:
-            self._telling.cancel()
+        for timer in (self._telling, self._resting):
+            if timer is not None:
+                timer.cancel()
         self._let_go("the connection is closed")
         deadline = time.monotonic() + _CLOSE_S_MAX
         # A thread's end sets no event.
@@ -167,6 +187,7 @@ class LocalAttachment:
             is_wanted = not self._is_closed and self._offer == (socket_path, boot_id)
             if is_wanted:
                 self._reads = LocalReads(link, self._tell_soon, self._ended)
+                self._writes = LocalWrites(link, socket_path, self._client_name, self._rest_soon)
                 self._pause_s = _RETRY_S
         if is_wanted:
             self._on_loop(self._watch)
@@ -195,9 +216,11 @@ class LocalAttachment:
     def _let_go(self, why: str) -> None:
         with self._lock:
             reads, self._reads = self._reads, None
-            if reads is None:
+            writes, self._writes = self._writes, None
+            if reads is None or writes is None:
                 return
             self._counts += reads.counts
+            self._puts += writes.counts
             self._untold += reads.link.untold
             self._reason = why
             self._try_at = time.monotonic() + self._pause_s
@@ -208,6 +231,7 @@ class LocalAttachment:
             reads.link.close()
 
         # Calls that run keep the memory until they end; it is unmapped by whoever is the last.
+        writes.close()
         reads.link.view.close()
         if not self._on_loop(close):
             reads.link.close()
@@ -233,3 +257,15 @@ class LocalAttachment:
         reads = self._reads
         if reads is not None and reads.link.tell():
             self._tell_later()
+
+    def _rest_soon(self) -> None:
+        self._on_loop(self._rest_later)
+
+    def _rest_later(self) -> None:
+        if not self._is_closed and self._loop is not None:
+            self._resting = self._loop.call_later(_REST_S, self._rest)
+
+    def _rest(self) -> None:
+        writes = self._writes
+        if writes is not None and writes.rest():
+            self._rest_later()

@@ -24,7 +24,7 @@ from kvtier.client.reading import GetOptions, Reader
 from kvtier.core.page import Codec
 from kvtier.packing.checksum import bound_blocks
 from kvtier.packing.record import HEADER_BYTES
-from kvtier.transfer.local.entry import LENGTH_BYTES_MAX, entry_fits
+from kvtier.transfer.local.entry import entry_fits
 from kvtier.transfer.local.protocol import DOUBT, Found
 from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import OpenedNamespace
@@ -36,8 +36,6 @@ _TRIES: Final = 2
 #: Copied between two looks at the clock; also the most memory for pages that have no place of their
 #: own in host memory.
 _SLICE_BYTES: Final = 16 << 20
-_SLOT_WORD, _PACKED_WORD, _GENERATION_WORD = 6, 7, 5
-_SUM_WORDS: Final = slice(8, 10)
 
 
 class LocalGet:
@@ -110,13 +108,11 @@ class LocalGet:
 
     def _readable(self, found: Found) -> NDArray[np.bool_]:
         """Which entries are of raw pages of this layout in the arena."""
-        layout, entries = self._reader.layout, found.entries
-        packed = entries[:, _PACKED_WORD]
-        readable = found.hits & entry_fits(entries, len(self._link.arena))
-        readable &= (packed & np.uint64(LENGTH_BYTES_MAX)) == np.uint64(layout.raw_bytes)
-        readable &= (packed >> np.uint64(48)) & np.uint64(0xFF) == np.uint64(Codec.RAW)
+        readable = found.hits & entry_fits(found.entries, len(self._link.arena))
+        readable &= found.lengths == np.uint64(self._reader.layout.raw_bytes)
+        readable &= found.codecs == np.uint64(Codec.RAW)
         if not self._options.lossy_ok:
-            readable &= packed >> np.uint64(56) == np.uint64(0)
+            readable &= found.lossy == np.uint64(0)
         return readable
 
     def _copy(
@@ -124,7 +120,6 @@ class LocalGet:
     ) -> NDArray[np.bool_]:
         """Copies the pages of `rows` of `found` to where they are wanted; which are whole there."""
         reader, link, nbytes = self._reader, self._link, self._reader.layout.raw_bytes
-        entries = found.entries[rows]
         indices = todo[rows].tolist()
         blocks = bound_blocks(
             [reader.keys[index] for index in indices],
@@ -134,7 +129,7 @@ class LocalGet:
             codec=Codec.RAW,
             length=nbytes,
         )
-        sources = entries[:, _SLOT_WORD].astype(np.int64) * _SLOT_BYTES
+        sources = found.slots[rows].astype(np.int64) * _SLOT_BYTES
         sources += link.arena_address + HEADER_BYTES
         # What has no place of its own in host memory goes through a copy.
         passing: dict[int, memoryview] = {}
@@ -146,19 +141,19 @@ class LocalGet:
                 address = address_of(passing[at])
             targets[at] = address
         made = link.summer.copy(sources, targets, nbytes, blocks).view(np.uint64)
-        passed: NDArray[np.bool_] = (made == entries[:, _SUM_WORDS]).all(axis=1)
+        passed: NDArray[np.bool_] = (made == found.sums[rows]).all(axis=1)
         for at, copy in passing.items():
             if passed[at]:
                 reader.rows.store(indices[at], copy)
         return passed
 
     def _settle(self, todo: NDArray[np.int64], rows: NDArray[np.int64], found: Found) -> None:
-        entries, indices = found.entries[rows], todo[rows]
+        indices = todo[rows]
         self._reader.hit(
             indices,
             boot_id=self._opened.boot_id,
-            slots=entries[:, _SLOT_WORD],
-            generations=entries[:, _GENERATION_WORD],
-            lossy=(entries[:, _PACKED_WORD] >> np.uint64(56)).astype(np.uint8),
+            slots=found.slots[rows],
+            generations=found.generations[rows],
+            lossy=found.lossy[rows].astype(np.uint8),
         )
         self.read += indices.tolist()

@@ -11,11 +11,8 @@ child does not get the memory (its connection is refused there).
 
 from __future__ import annotations
 
-import os
 import socket
-import struct
 import threading
-import weakref
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, Self
@@ -23,8 +20,8 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier import errors
-from kvtier.errors import DaemonUnavailable, InvalidFrame, KvtierError
+from kvtier.client.local_greeting import greeted
+from kvtier.errors import InvalidFrame
 from kvtier.packing.bulk_sums import load_summer
 from kvtier.transfer.local import frames
 from kvtier.transfer.local.arena_view import map_arena
@@ -32,13 +29,8 @@ from kvtier.transfer.local.lookup import DirectoryView
 
 __all__ = ["LocalLink"]
 
-_ATTACH_S_MAX: Final = 2.0
-_CREDENTIALS: Final = struct.Struct("3i")
-_FDS: Final = 2
 #: Pages of one namespace whose uses wait for a daemon that is busy.
 _KEYS_KEPT_MAX: Final = 65_536
-_SEND_BUFFER_BYTES: Final = 1 << 20
-_REMEDY: Final = "calls go over gRPC meanwhile; see the daemon's log"
 
 
 @dataclass(slots=True)
@@ -51,18 +43,6 @@ class _Usage:
     get_hits: int = 0
     get_misses: int = 0
     get_bytes: int = 0
-
-
-#: Links of this process: a forked child must not hold on to the daemon's places for clients.
-_links: weakref.WeakSet[LocalLink] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for link in list(_links):
-        link.control.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 class LocalLink:
@@ -80,33 +60,18 @@ class LocalLink:
         self.boot_id = view.header.boot_id
         #: Uses of pages that the daemon was too busy to hear of.
         self.untold = 0
-        _links.add(self)
 
     @classmethod
     def attach(cls, path: str, *, boot_id: int, client_name: str) -> Self:
         """Raises DaemonUnavailable, DirectoryError, InvalidFrame, UnknownHandle (another boot), and
         what the daemon refuses it with.
         """
-        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fds: list[int] = []
-        try:
-            control.settimeout(_ATTACH_S_MAX)
-            control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-            packet = _greet(control, path, client_name, fds)
-            welcome = _welcomed(packet, fds, boot_id)
-            view = DirectoryView(fds[1], boot_id=boot_id)
-            arena = map_arena(fds[0], welcome.arena_bytes)
-            control.setblocking(False)
-            return cls(control, arena, view)
-        except OSError as error:
-            control.close()
-            raise DaemonUnavailable(f"{path}: {error.strerror or error}", remedy=_REMEDY) from error
-        except BaseException:
-            control.close()
-            raise
-        finally:
-            for fd in fds:
-                os.close(fd)
+        with greeted(path, boot_id=boot_id, client_name=client_name, writes=False) as welcomed:
+            view = DirectoryView(welcomed.fds[1], boot_id=boot_id)
+            arena = map_arena(welcomed.fds[0], welcomed.arena_bytes, writable=False)
+            control = welcomed.keep()
+        control.setblocking(False)
+        return cls(control, arena, view)
 
     def fileno(self) -> int:
         """Of the control socket; -1 when it is closed."""
@@ -223,46 +188,3 @@ class LocalLink:
         self.tell()
         self.view.close()
         self.control.close()
-
-
-def _greet(control: socket.socket, path: str, client_name: str, fds: list[int]) -> bytes:
-    """Says hello; the answer, with the descriptors that came with it in `fds`."""
-    control.connect(path)
-    _, uid, _ = _CREDENTIALS.unpack(
-        control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    if uid != os.geteuid():
-        raise DaemonUnavailable(
-            f"{path}: uid {uid} answers, and this process has uid {os.geteuid()}",
-            remedy="run both as one user for shared memory; calls go over gRPC",
-        )
-    control.send(frames.encode(frames.Hello(version=frames.VERSION, client=client_name)))
-    # MSG_CMSG_CLOEXEC: a child that is started meanwhile must not inherit them.
-    packet, received, _, _ = socket.recv_fds(
-        control, frames.FRAME_BYTES_MAX, _FDS, socket.MSG_CMSG_CLOEXEC
-    )
-    fds += received
-    return packet
-
-
-def _welcomed(packet: bytes, fds: list[int], boot_id: int) -> frames.Welcome:
-    if not packet:
-        raise DaemonUnavailable("the daemon has closed its control socket", remedy=_REMEDY)
-    frame = frames.decode(packet)
-    if isinstance(frame, frames.Refused):
-        kind = getattr(errors, frame.error, None)
-        if not (isinstance(kind, type) and kind in errors.leaves()):
-            kind = DaemonUnavailable
-        assert issubclass(kind, KvtierError), "a leaf of the tree"
-        raise kind(frame.message, remedy=frame.remedy)
-    if not isinstance(frame, frames.Welcome) or len(fds) != _FDS:
-        raise InvalidFrame(
-            f"a {type(frame).__name__} with {len(fds)} descriptors instead of a welcome",
-            remedy="use a client and daemon of the same version",
-        )
-    if frame.boot_id != boot_id:
-        raise DaemonUnavailable(
-            f"a daemon of boot {frame.boot_id:x} answers, not {boot_id:x}",
-            remedy="it was restarted; the next call opens the namespace again",
-        )
-    return frame

@@ -144,6 +144,13 @@ class LocalReads:
             self._tell_soon()
         return sorted(local.left)
 
+    def viewed(self, layout: Layout, opened: OpenedNamespace, keys: list[bytes]) -> None:
+        """Pages were used in place, and verified there."""
+        number, nbytes = opened.namespace_number, len(keys) * layout.raw_bytes
+        self._count(hits=len(keys))
+        if self.link.note_get(number, layout.shard.index, keys, nbytes=nbytes, misses=0):
+            self._tell_soon()
+
     def _is_alive(self) -> bool:
         if self.link.is_alive():
             return True

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvtier.client import batches, tiers
+from kvtier.client import batches, put_batches, tiers
 from kvtier.client.arguments import (
     GetArguments,
     GetCall,
@@ -183,8 +183,18 @@ class AsyncNamespace(Binding):
         return PutCall.of(self.layout, keys, pages, at, options, deadline=within)
 
     async def send_put(self, call: PutCall) -> PutResult:
+        """All of `put` behind its arguments."""
+        return await self.finish_put(call, await put_batches.begin_put_on_loop(self, call))
+
+    def begin_put(self, call: PutCall) -> put_batches.BegunPut:
+        """The part of `put` that goes by shared memory. Any thread."""
+        return put_batches.begin_put(self, call)
+
+    async def finish_put(self, call: PutCall, begun: put_batches.BegunPut) -> PutResult:
         """The rest of `put`."""
-        return await batches.put(self, call)
+        if begun.left:
+            await put_batches.finish_put(self, call, begun)
+        return put_batches.done_put(call, begun)
 
     async def prefetch(
         self,

@@ -25,6 +25,7 @@ from kvtier.client.batches import got
 from kvtier.client.keys import KeyChain, checked_keys
 from kvtier.client.local_attachment import LocalState
 from kvtier.client.namespace import AsyncNamespace
+from kvtier.client.put_batches import done_put
 from kvtier.client.quarantine import Quarantine
 from kvtier.client.results import DeleteResult, GetResult, LookupResult, MoveResult, PutResult
 from kvtier.client.runner import Runner
@@ -299,7 +300,10 @@ class Namespace:
     ) -> PutResult:
         """Stores pages; see AsyncNamespace.put. Do not write to them meanwhile."""
         call = self._async.prepare_put(keys, pages, at=at, **options)
-        return self._run(self._async.send_put(call))
+        begun = self._async.begin_put(call)
+        if not begun.left:
+            return done_put(call, begun)
+        return self._run(self._async.finish_put(call, begun))
 
     def prefetch(
         self,

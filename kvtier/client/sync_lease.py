@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvtier.client.lease import AsyncLease
+from kvtier.client.local_lease import ViewSource
 from kvtier.core.page import GetCode
 from kvtier.transfer.planes.deadline import Deadline
 
@@ -55,13 +56,39 @@ class Lease:
         """Seconds that the daemon grants from taking or renewing on; 0 if nothing is held."""
         return self._async.ttl
 
+    @property
+    def sources(self) -> list[ViewSource]:
+        """Where the view of each key comes from: IN_PLACE is no copy, all others say why not."""
+        return self._async.sources
+
+    @property
+    def in_place(self) -> list[bool]:
+        """Of which keys the view is the daemon's own memory, which counts only after `verify`."""
+        return self._async.in_place
+
     def pages(self) -> Sequence[bytearray | None]:
-        """The raw bytes of each page (a copy over grpc), None where it is not held."""
+        """The raw bytes of each page, a verified copy; None where it is not there."""
         return self._connection._run(self._async.pages(deadline=self._within()))
 
-    def tensors(self) -> list[dict[str, torch.Tensor] | None]:
-        """Each page as its segments by name; see AsyncLease.tensors."""
-        return self._connection._run(self._async.tensors(deadline=self._within()))
+    def views(self, *, lossy_ok: bool = False) -> list[memoryview | None]:
+        """The raw bytes of each page that is held, read-only, in place where `in_place` says so;
+        what is in place counts only after `verify`. See AsyncLease.views.
+        """
+        return self._connection._run(self._async.views(lossy_ok=lossy_ok, deadline=self._within()))
+
+    def tensors(self, *, lossy_ok: bool = False) -> list[dict[str, torch.Tensor] | None]:
+        """Each page that is held as its segments by name, over the memory of `views`; never write
+        to them. What is in place counts only after `verify`. See AsyncLease.tensors.
+        """
+        return self._connection._run(
+            self._async.tensors(lossy_ok=lossy_ok, deadline=self._within())
+        )
+
+    def verify(self) -> list[GetCode]:
+        """What the views were worth until now, one code a key. To be asked when the engine's own
+        copy out of them is done, and before `release`. See AsyncLease.verify.
+        """
+        return self._connection._run(self._async.verify(deadline=self._within()))
 
     def renew(self, ttl: float = 0.0) -> None:
         """Moves the deadline to `ttl` seconds from now. Raises LeaseExpired."""

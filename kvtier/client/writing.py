@@ -52,7 +52,7 @@ class Writer:
         self.layout = layout
         self.keys = keys
         self.options = options
-        self._rows = rows
+        self.rows = rows
         self.codes = bytearray([PutCode.UNAVAILABLE]) * len(keys)
         self.reached = bytearray(len(keys))  # Durability numbers, 0 where the daemon says nothing
         self.refs: list[PageRef | None] = [None] * len(keys)
@@ -66,9 +66,9 @@ class Writer:
         """
         for index in indices:
             deadline.remaining()
-            data = self._rows.direct(index) if self.options.codec is Codec.RAW else None
+            data = self.rows.direct(index) if self.options.codec is Codec.RAW else None
             if data is None:
-                data = self._rows.load(index)
+                data = self.rows.load(index)
             page = await self._page(index, handle, data)
             if page is None:
                 self.codes[index] = PutCode.NONFINITE
@@ -91,6 +91,24 @@ class Writer:
                 )
         return unsure
 
+    def settle(self, index: int, code: PutCode, ref: PageRef | None) -> None:
+        """The outcome of a page that is in host memory now."""
+        self.codes[index] = code
+        self.reached[index] = Durability.HOST
+        self.refs[index] = ref
+
+    @property
+    def stored(self) -> int:
+        """Pages that are in the cache now."""
+        return sum(code in _STORED for code in self.codes)
+
+    def parent_of(self, index: int) -> bytes:
+        is_first = index == 0 or not self.options.is_chain
+        return self.options.parent if is_first else self.keys[index - 1]
+
+    def depth_of(self, index: int) -> int:
+        return self.options.depth + (index if self.options.is_chain else 0)
+
     def fail(self, indices: Sequence[int], code: PutCode) -> None:
         """The outcome of pages whose call failed; what was refused before sending stays refused."""
         for index in indices:
@@ -108,7 +126,6 @@ class Writer:
             if packed is None:
                 return None
             data, origin_sum = packed, raw_sum
-        is_first = index == 0 or not options.is_chain
         return OutgoingPage(
             key=self.keys[index],
             codec=options.codec,
@@ -118,8 +135,8 @@ class Writer:
             data=data,
             origin_sum=origin_sum,
             lossy=options.codec is not Codec.RAW,
-            parent=options.parent if is_first else self.keys[index - 1],
-            depth=options.depth + (index if options.is_chain else 0),
+            parent=self.parent_of(index),
+            depth=self.depth_of(index),
         )
 
     def _sum(self, index: int, handle: OpenedNamespace, codec: Codec, data: memoryview) -> bytes:

@@ -78,14 +78,17 @@ class Index:
             at = (at[other] + 1) & self._slot_mask
         return found
 
-    def insert(self, row: int) -> None:
-        """Makes a sealed copy findable. A second copy in the same tier is a programmer's error."""
+    def insert(self, row: int) -> bool:
+        """Makes a sealed copy findable; whether it is the best one of its page.
+
+        A second copy in the same tier is a programmer's error.
+        """
         table = self._table
         at, head = self._probe(table.namespace[row], table.shard[row], table.words(row))
         if head == NO_ROW:
             self._entries[at] = row + 1
             self.pages += 1
-            return
+            return True
         tier = table.tier[row]
         before, here = NO_ROW, head
         while here != NO_ROW and table.tier[here] < tier:
@@ -96,9 +99,13 @@ class Index:
             self._entries[at] = row + 1
         else:
             table.twin[before] = row + 1
+        return before == NO_ROW
 
-    def remove(self, row: int) -> None:
-        """Makes a copy unfindable; copies in other tiers stay findable."""
+    def remove(self, row: int) -> bool:
+        """Makes a copy unfindable; whether it was the best one of its page.
+
+        Copies in other tiers stay findable.
+        """
         table = self._table
         at, head = self._probe(table.namespace[row], table.shard[row], table.words(row))
         assert head != NO_ROW, "the row is not in the index"
@@ -109,11 +116,13 @@ class Index:
                 head = table.twin[head] - 1
                 assert head != NO_ROW, "the row is not in the index"
             table.twin[head] = following
-        elif following:
+            return False
+        if following:
             self._entries[at] = following
         else:
             self._delete_entry(at)
             self.pages -= 1
+        return True
 
     def copies(self, head: int) -> list[int]:
         """All rows of a page, best tier first, from the row that `find` gave."""

@@ -56,6 +56,20 @@ class Placement:
             slot = allocator.reserve(record_bytes)
         return slot
 
+    def begin(self, tier: Tier, record_bytes: int) -> int:
+        """A row without a name, FILLING in a slot of its own; evicts as needed. NO_ROW when
+        everything that could give way is in use, or the table is full."""
+        slot = self.make_room(tier, record_bytes)
+        if slot is None:
+            return NO_ROW
+        row = NO_ROW
+        try:
+            row = self._residents.begin(tier, slot, record_bytes)
+        finally:
+            if row == NO_ROW:
+                self._residents.allocators[tier].free(slot)
+        return row
+
     def evict_page(self, row: int) -> None:
         """Retires a copy and its sibling shards in the same tier."""
         for sibling in self._residents.siblings(row):

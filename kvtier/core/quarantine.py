@@ -36,6 +36,10 @@ class Quarantine:
         for rows in self._rows.values():
             yield from rows
 
+    def kept_bytes(self, tier: Tier) -> int:
+        """Bytes of the condemned copies of a tier."""
+        return self._bytes[tier]
+
     def add(self, row: int) -> None:
         """A row that has just been condemned."""
         tier = Tier(self._table.tier[row])

@@ -16,16 +16,18 @@ from kvtier.core.events import EventKind, EventLog
 from kvtier.core.generations import Generations
 from kvtier.core.index import Index
 from kvtier.core.ledger import Ledger
-from kvtier.core.lifecycle import Event, State, fire, restore
+from kvtier.core.lifecycle import STATES, Event, State, fire, restore
 from kvtier.core.links import Links
 from kvtier.core.listing import Listed, ListedMany, Listing
-from kvtier.core.page import PageMeta, Tier
+from kvtier.core.page import KEY_BYTES, NO_SUM, TIERS, PageMeta, Tier
 from kvtier.core.policy.base import Policy
 from kvtier.core.quarantine import Quarantine
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.table import NO_ROW, CopyTable
 
 __all__ = ["Residents"]
+
+_NO_KEY = bytes(KEY_BYTES)
 
 
 class Residents:
@@ -70,50 +72,63 @@ class Residents:
             self._queues[key] = self._make_policy[tier](self.table)
         return self._queues[key]
 
-    def begin(
-        self, tier: Tier, slot: int, record_bytes: int, namespace: int, shard: int, meta: PageMeta
-    ) -> int:
+    def begin(self, tier: Tier, slot: int, record_bytes: int) -> int:
         """FREE -> FILLING in a slot that the allocator has handed out; NO_ROW: the table is full.
 
-        ValueError for a shard or namespace number that the table cannot hold; nothing has changed.
+        The row has no name as yet: `name` must precede `seal`.
         """
-        if not (0 <= shard < 1 << 16 and 0 <= namespace < 1 << 32):
-            raise ValueError(f"shard {shard} of namespace {namespace} does not fit the table")
         # Drawn first: the journal behind it can fail, and nothing may have changed then.
         generation = self._generations.next()
         table = self.table
-        row = table.take_row(meta.key)
+        row = table.take_row(_NO_KEY)
         if row == NO_ROW:
             return NO_ROW
         table.tier[row] = tier
         table.slot[row] = slot
         table.record[row] = record_bytes
+        self._fire(row, Event.RESERVE, generation=generation)
+        return row
+
+    def name(self, row: int, namespace: int, shard: int, meta: PageMeta) -> None:
+        """Which page a FILLING row is for. The numbers have passed `check_name`."""
+        table = self.table
+        table.set_key(row, meta.key)
         table.length[row] = meta.length
         table.codec[row] = meta.codec
         table.lossy[row] = meta.lossy
         table.namespace[row] = namespace
         table.shard[row] = shard
-        self._fire(row, Event.RESERVE, generation=generation)
-        return row
 
-    def seal(self, row: int, meta: PageMeta) -> None:
-        """FILLING -> SEALED: findable from now on, in place of a worse copy in the same tier and of
-        one that will go with its slab."""
+    @staticmethod
+    def check_name(namespace: int, shard: int) -> None:
+        """ValueError for a shard or namespace number that the table cannot hold."""
+        if not (0 <= shard < 1 << 16 and 0 <= namespace < 1 << 32):
+            raise ValueError(f"shard {shard} of namespace {namespace} does not fit the table")
+
+    def is_there(self, head: int, meta: PageMeta, only_in: Tier | None = None) -> bool:
+        """Of the page whose best copy is `head`, or NO_ROW: a copy that is as good as the new one,
+        and stays, in any tier or in that one."""
         table = self.table
-        head = self.index.find(table.namespace[row], table.shard[row], table.key(row))
+        return any(
+            (only_in is None or table.tier[row] == only_in)
+            and (meta.lossy or not table.lossy[row])
+            and self.is_lasting(row)
+            for row in self.index.copies(head)
+        )
+
+    def seal(self, row: int, meta: PageMeta, head: int) -> None:
+        """FILLING -> SEALED: findable from now on, in place of a worse copy in the same tier and of
+        one that will go with its slab. `head`: the best copy of the page so far, or NO_ROW."""
+        table = self.table
         for copy in self.index.copies(head):
             if table.tier[copy] == table.tier[row]:
                 self._replace(copy, row)
             elif not self.is_lasting(copy):
                 self.retire(copy)
         self._fire(row, Event.SEAL)
-        self.index.insert(row)
-        if self._listing is not None and self._is_best(row):
-            self._listing.put(
-                self._listed(row)._replace(
-                    has_sums=True, payload_sum=meta.payload_sum, origin_sum=meta.origin_sum
-                )
-            )
+        is_best = self.index.insert(row)
+        if is_best and self._listing is not None:
+            self._listing.put(self._listed(row, meta))
         self.links.join(row, meta.parent)
         self._queue_of(row).admit(row)
         self._record(EventKind.STORED, row)
@@ -191,7 +206,7 @@ class Residents:
 
     def is_lasting(self, row: int) -> bool:
         """Its slab has not been taken away, so that it will not go with that."""
-        allocator = self.allocators[Tier(self.table.tier[row])]
+        allocator = self.allocators[TIERS[self.table.tier[row]]]
         return allocator.is_granted(allocator.slab_of(self.table.slot[row]))
 
     def _kept(self, row: int) -> None:
@@ -272,32 +287,27 @@ class Residents:
 
     def _unfind(self, row: int) -> None:
         shards = self.siblings(row)[1:]
-        was_best = self._listing is not None and self._is_best(row)
-        self.index.remove(row)
-        if was_best:
-            self._list_next(row)
+        next_best = self.table.twin[row] - 1
+        was_best = self.index.remove(row)
+        if was_best and self._listing is not None:
+            self._list_next(row, next_best)
         self._queue_of(row).forget(row)
         self.links.leave(row)
         if shards:
             self._ready(shards[0])
         self._record(EventKind.REMOVED, row)
 
-    def _is_best(self, row: int) -> bool:
-        table = self.table
-        return self.index.find(table.namespace[row], table.shard[row], table.key(row)) == row
-
-    def _list_next(self, row: int) -> None:
+    def _list_next(self, row: int, head: int) -> None:
         """The copy that was listed has gone: the next one is listed, if there is one."""
         assert self._listing is not None, "asked for by those who have one"
         table = self.table
-        namespace, shard, key = table.namespace[row], table.shard[row], table.key(row)
-        head = self.index.find(namespace, shard, key)
         if head == NO_ROW:
-            self._listing.remove(namespace, shard, key)
+            self._listing.remove(table.namespace[row], table.shard[row], table.key(row))
         else:
             self._listing.put(self._listed(head))
 
-    def _listed(self, row: int) -> Listed:
+    def _listed(self, row: int, meta: PageMeta | None = None) -> Listed:
+        """`meta` is known when a copy is sealed, and not of one that was there before."""
         table = self.table
         return Listed(
             table.namespace[row],
@@ -309,6 +319,9 @@ class Residents:
             table.slot[row],
             table.length[row],
             table.generation[row],
+            meta is not None,
+            meta.payload_sum if meta else NO_SUM,
+            meta.origin_sum if meta else NO_SUM,
         )
 
     def _listed_many(self, tier: Tier, rows: npt.NDArray[np.int64]) -> ListedMany:
@@ -317,16 +330,16 @@ class Residents:
         return ListedMany(tier=tier, key_words=self.table.key_words_np[rows], **columns)
 
     def _queue_of(self, row: int) -> Policy:
-        return self.queue(Tier(self.table.tier[row]), self.table.record[row])
+        return self.queue(TIERS[self.table.tier[row]], self.table.record[row])
 
     def _fire(self, row: int, event: Event, *, generation: int = 0) -> None:
         table = self.table
-        before = State(table.state[row])
+        before = STATES[table.state[row]]
         after = fire(table, row, event, generation=generation)
-        self.ledger.move(Tier(table.tier[row]), before, after, table.record[row])
+        self.ledger.move(TIERS[table.tier[row]], before, after, table.record[row])
 
     def _give_back(self, row: int) -> None:
-        tier = Tier(self.table.tier[row])
+        tier = TIERS[self.table.tier[row]]
         self.allocators[tier].free(self.table.slot[row])
         self.table.give_row(row)
         self.changes += 1
@@ -334,5 +347,5 @@ class Residents:
     def _record(self, kind: EventKind, row: int) -> None:
         table = self.table
         self.events.record(
-            kind, Tier(table.tier[row]), table.namespace[row], table.shard[row], table.key(row)
+            kind, TIERS[table.tier[row]], table.namespace[row], table.shard[row], table.key(row)
         )

@@ -17,9 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SLOT_UNIT", "SlabAllocator", "SlabCounts"]
+__all__ = ["SLOT_UNIT", "SlabAllocator", "SlabCounts", "record_bytes_of"]
 
 SLOT_UNIT = 4096
+
+
+def record_bytes_of(length: int) -> int:
+    """Bytes of the slot of a page of `length` payload bytes: a header block and the padded
+    payload."""
+    return SLOT_UNIT + -(-length // SLOT_UNIT) * SLOT_UNIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,11 @@
 """The store: which pages are where, who may use them, and who gives way. One lock, held for table
 edits alone.
 
-Bytes are moved outside the lock by whoever holds a Filling or a Reading. No lock but this one is
-taken in core, and the only call out of it is the generation journal (once in 2**20 reservations).
-Every public method is safe from any thread; batches are atomic against each other. `pins`, `usage`,
-`watching`, `room`, `survey` and `snapshots` are parts of the store under the same lock.
+Bytes are moved outside the lock by whoever holds a Filling, a Reading or a grant. No lock but this
+one is taken in core, and the only call out of it is the generation journal (once in 2**20
+reservations). Every public method is safe from any thread; batches are atomic against each other.
+`pins`, `grants`, `usage`, `watching`, `room`, `survey` and `snapshots` are parts of the store under
+the same lock.
 
 Time is an argument (monotonic seconds); nothing here reads a clock.
 """
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from kvtier.core.counters import Counters
 from kvtier.core.events import EventKind, EventLog
 from kvtier.core.generations import Generations
+from kvtier.core.grants import Grants
 from kvtier.core.handles import Filling, Reading
 from kvtier.core.index import Index
 from kvtier.core.ledger import TierCounts
@@ -57,6 +59,8 @@ class StoreConfig:
     seed: int
     events_max: int = 65_536
     quarantine_share: float = 0.05
+    #: Of the host tier, what one holder may be granted ahead of time.
+    grants_share: float = 0.02
 
 
 def _with_clock(
@@ -110,6 +114,14 @@ class Store:
         self.pins = Pins(self._lock, self._residents, self._shard_counts)
         self.watching = Watching(self._lock, self._residents, self._shard_counts)
         self.usage = Usage(self._lock, self._residents, self._shard_counts, self._counters)
+        self.grants = Grants(
+            self._lock,
+            self._residents,
+            placement=self._placement,
+            open_namespaces=self._shard_counts,
+            counters=self._counters,
+            config=config,
+        )
 
     # -- namespaces --------------------------------------------------------------------------------
 
@@ -222,23 +234,17 @@ class Store:
             if is_lost or namespace not in self._shard_counts:
                 self._counters.stale_commits += 1
                 return PutCode.STALE_GENERATION
-            if self._is_there(namespace, shard, meta, tier if source else None):
+            self._residents.check_name(namespace, shard)
+            head = self._index.find(namespace, shard, meta.key)
+            if self._residents.is_there(head, meta, tier if source else None):
                 self._counters.exists += 1
                 return PutCode.EXISTS
             self._use_parent(namespace, shard, meta.parent)
-            slot = self._placement.make_room(tier, record_bytes)
-            if slot is None:
-                self._counters.busy += 1
-                return PutCode.BUSY
-            row = NO_ROW
-            try:
-                row = self._residents.begin(tier, slot, record_bytes, namespace, shard, meta)
-            finally:
-                if row == NO_ROW:
-                    self._residents.allocators[tier].free(slot)
+            row = self._placement.begin(tier, record_bytes)
             if row == NO_ROW:
                 self._counters.busy += 1
                 return PutCode.BUSY
+            self._residents.name(row, namespace, shard, meta)
             if source is not None:
                 self._moves.begin(row, source)
             return Filling(self, row=row, ref=self._ref(row), namespace=namespace, meta=meta)
@@ -255,10 +261,14 @@ class Store:
             return True
 
     def settle_orphan(self, ref: PageRef) -> bool:
-        """The writer of an orphaned slot has stopped for sure: the slot is free. False: not one."""
+        """The writer of an orphaned slot has stopped for sure: the slot is free. False: not one.
+
+        A grant is none: `grants` knows when its holder has stopped.
+        """
         with self._lock:
             row = self._row_of(ref)
-            if row == NO_ROW or not self._residents.is_orphan(row):
+            is_orphan = row != NO_ROW and self._residents.is_orphan(row)
+            if not is_orphan or self.grants.has(ref.generation):
                 return False
             self._residents.drain(row)
             return True
@@ -308,12 +318,12 @@ class Store:
                 self._residents.abandon(row)
                 self._counters.stale_commits += 1
                 return PutCode.STALE_GENERATION
-            only_in = ref.tier if is_move else None
-            if self._is_there(filling.namespace, table.shard[row], meta, only_in):
+            head = self._index.find(filling.namespace, table.shard[row], meta.key)
+            if self._residents.is_there(head, meta, ref.tier if is_move else None):
                 self._residents.abandon(row)
                 self._counters.exists += 1
                 return PutCode.EXISTS
-            self._residents.seal(row, meta)
+            self._residents.seal(row, meta, head)
             self._counters.stored += 1
             return PutCode.STORED
 
@@ -338,16 +348,6 @@ class Store:
             self._residents.release(row)
 
     # -- inside the lock ---------------------------------------------------------------------------
-
-    def _is_there(self, namespace: int, shard: int, meta: PageMeta, only_in: Tier | None) -> bool:
-        """A copy that is as good as the new one, and stays, in any tier or in that one."""
-        table = self._table
-        return any(
-            (only_in is None or table.tier[row] == only_in)
-            and (meta.lossy or not table.lossy[row])
-            and self._residents.is_lasting(row)
-            for row in self._index.copies(self._index.find(namespace, shard, meta.key))
-        )
 
     def _use_parent(self, namespace: int, shard: int, parent: bytes) -> None:
         """A page that goes on is in use: it must not be what gives way for the page after it."""

@@ -141,6 +141,7 @@ class Survey:
         with self._store._lock:
             table, index = self._store._table, self._store._index
             self._store._residents.ledger.check(table)
+            self._store.grants.check()
             sealed = table.rows_where(state=State.SEALED)
             for row in sealed.tolist():
                 head = index.find(table.namespace[row], table.shard[row], table.key(row))

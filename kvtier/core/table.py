@@ -43,6 +43,18 @@ _COLUMNS: dict[str, tuple[type[np.generic], str]] = {
     "twin": (np.int32, "row of the same page's copy in the next lower tier + 1, 0: none"),
     "link": (np.int32, "next free row + 1, while free"),
 }
+#: What a row of a new copy has nothing of.
+_CLEARED = (
+    "uses",
+    "shard",
+    "namespace",
+    "length",
+    "queued",
+    "parent",
+    "children",
+    "twin",
+    "link",
+)
 BYTES_PER_ROW = KEY_BYTES + sum(np.dtype(kind).itemsize for kind, _ in _COLUMNS.values())
 
 
@@ -80,6 +92,7 @@ class CopyTable:
         self.key_np: npt.NDArray[np.uint8] = np.zeros((rows_max, KEY_BYTES), np.uint8)
         self.key_words_np: npt.NDArray[np.uint64] = self.key_np.view(np.uint64)
         self._keys = self.key_np.reshape(-1).data
+        self._cleared = [getattr(self, name) for name in _CLEARED]
         self._words = self.key_words_np.reshape(-1).data
         self._first_free = 0  # row + 1
         self._used_before = 0  # rows from here on were never used
@@ -95,6 +108,9 @@ class CopyTable:
 
     def key(self, row: int) -> bytes:
         return bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
+
+    def set_key(self, row: int, key: bytes) -> None:
+        self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
 
     def words(self, row: int) -> tuple[int, int, int, int]:
         """The key as four native 64-bit words."""
@@ -115,8 +131,8 @@ class CopyTable:
             return NO_ROW
         assert self.state[row] == State.FREE
         assert self.leases[row] == 0
-        self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
-        for column in (self.uses, self.queued, self.parent, self.children, self.twin, self.link):
+        self.set_key(row, key)
+        for column in self._cleared:
             column[row] = 0
         self.rows_live += 1
         return row

@@ -30,7 +30,6 @@ from kvtier.tiers.io_pool import IoClass, IoJob, IoPool
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.nvme_device import NvmeDevice
 from kvtier.tiers.nvme_geometry import Plan, slab_number, split_slab
-from kvtier.transfer.lower import DeviceOffline
 
 __all__ = ["DeviceHealth", "Devices"]
 
@@ -110,7 +109,7 @@ class Devices:
     def submit(self, io_class: IoClass, slot: int, work: Callable[[], T]) -> IoJob[T]:
         health = self._health_of(slot)
         if not health.online:
-            raise DeviceOffline(
+            raise Busy(
                 f"{health.device.path} is offline: {health.reason}",
                 remedy="Check the device; it is tried again by itself.",
             )
@@ -119,6 +118,9 @@ class Devices:
             health.writes += 1
             job.add_done(lambda: self._wrote(health))
         return job
+
+    def serves(self, slot: int) -> bool:
+        return self._health_of(slot).online
 
     def report(self, slot: int, error: TierIOError | TimeoutError | None) -> None:
         health = self._health_of(slot)

@@ -1,5 +1,5 @@
 """The daemon's side of the local plane: the directory, the listing that fills it, and the socket
-that gives both it and the arena to clients.
+that gives both it and the arena to clients, read-only to readers and writable to writers.
 
 Made before the store, which tells the listing of its pages; serves from `start` on; closed after
 everything that uses the store. `start` and `close` on the event loop's thread.
@@ -19,7 +19,7 @@ import numpy as np
 from kvtier.core.page import KEY_BYTES
 from kvtier.core.store import Store
 from kvtier.daemon.local_listing import DirectoryListing
-from kvtier.daemon.local_server import LocalServer, Offer
+from kvtier.daemon.local_server import LocalServer, Offer, Writes
 from kvtier.daemon.metrics import Metrics
 from kvtier.daemon.sockets import Refuse
 from kvtier.tiers.host import HostArena
@@ -57,6 +57,11 @@ class LocalPlane:
         return self._server.attached if self._server is not None else 0
 
     @property
+    def writers(self) -> int:
+        """Clients that may write to what they are granted."""
+        return self._server.writers if self._server is not None else 0
+
+    @property
     def pages_unlisted(self) -> int:
         """Pages that found no place in the directory since the start."""
         return self._directory.refused
@@ -67,8 +72,9 @@ class LocalPlane:
         arena: HostArena,
         store: Store,
         metrics: Metrics,
+        writes: Writes,
         *,
-        clients_max: int,
+        connections_max: int,
         refuse: Refuse,
     ) -> str:
         """Serves at a socket; its path. Raises what `refuse` makes when it cannot be had."""
@@ -87,7 +93,7 @@ class LocalPlane:
                 metrics.local_gets, frame.get_hits, frame.get_misses, frame.get_bytes
             )
 
-        # Opened anew, so that nobody writes to the arena by mistake.
+        # Opened anew, so that no reader writes to the arena by mistake.
         arena_fd = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._stack.callback(os.close, arena_fd)
         offer = Offer(
@@ -96,8 +102,11 @@ class LocalPlane:
             ),
             arena_fd=arena_fd,
             directory_fd=self._directory.fd,
+            writable_fd=arena.fd,
         )
-        server = LocalServer(path, offer, used, self._load_kernels, clients_max=clients_max)
+        server = LocalServer(
+            path, offer, used, self._load_kernels, writes, connections_max=connections_max
+        )
         self._stack.callback(server.close)
         server.start(refuse)
         self._server = server

@@ -1,13 +1,16 @@
 """The control socket of the local plane: gives clients of this user the arena and the directory,
-and hears what they have used.
+hears what they have used, and takes what they write.
 
 A thread of its own, so that calls under way do not hold up a client that attaches. A client that
-breaks a rule of the frames is told so and cut off; none can make the daemon wait. `start` and
-`close` are called once, `attached` from any thread.
+breaks a rule of the frames is told so and cut off; none can make the daemon wait. A writer's
+process is watched (pidfd): its connection can end while it still writes, so what it was granted is
+not used again before it has given that back or its process has ended. `start` and `close` are
+called once, `attached` from any thread.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import selectors
@@ -18,13 +21,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 from kvtier.daemon.sockets import Refuse, claimed_socket
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, LimitExceeded
 from kvtier.transfer.local import frames
 
-__all__ = ["LocalServer", "Offer"]
+__all__ = ["LocalServer", "Offer", "Writes"]
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +39,19 @@ _ACCEPT_PAUSE_S = 0.1
 #: Packets of one client in a row, so that one that never stops does not keep the others waiting.
 _PACKETS_PER_TURN = 32
 _CREDENTIALS = struct.Struct("3i")
+#: sys/socket.h, since Linux 6.5: a descriptor of the very process that connected.
+_SO_PEERPIDFD = 77
+#: Between two looks at grants whose time may have passed.
+_EXPIRE_S = 0.2
+
+
+class Writes(Protocol):
+    """What is done with writers; see daemon.local_writes. A holder is one connection of one."""
+
+    def write(self, holder: int, frame: frames.Write) -> frames.Written: ...
+    def expire(self) -> None: ...
+    def ended(self, holder: int) -> bool: ...
+    def exited(self, holder: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +59,9 @@ class Offer:
     """What a client gets. The descriptors are the giver's, and open as long as the server is."""
 
     welcome: frames.Welcome
-    arena_fd: int
+    arena_fd: int  # read-only
     directory_fd: int
+    writable_fd: int  # the arena, for writers
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +69,18 @@ class _Client:
     socket: socket.socket
     hello_by: float
     is_attached: bool = False
+    writer: _Writer | None = None
     #: Told when it has said hello: what is sent to one that has unread packets gets lost.
     refused: frames.Refused | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Writer:
+    """A process that may write to what `holder` was granted; `pidfd` says when it has ended."""
+
+    holder: int
+    pidfd: int
+    client: _Client | None  # None: its connection has ended
 
 
 class LocalServer:
@@ -63,14 +92,18 @@ class LocalServer:
         offer: Offer,
         on_used: Callable[[frames.Used], None],
         on_attached: Callable[[], None],
+        writes: Writes,
         *,
-        clients_max: int,
+        connections_max: int,
     ) -> None:
         self.path = path
         self._offer = offer
         self._on_used = on_used
         self._on_attached = on_attached
-        self._clients_max = clients_max
+        self._writes = writes
+        self._holders = count(1)
+        self._writers: set[_Writer] = set()
+        self._connections_max = connections_max
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -82,7 +115,12 @@ class LocalServer:
     @property
     def attached(self) -> int:
         """Clients that have the arena and the directory."""
-        return sum(client.is_attached for client in list(self._clients))
+        return sum(c.is_attached and c.writer is None for c in list(self._clients))
+
+    @property
+    def writers(self) -> int:
+        """Clients that may write to what they are granted."""
+        return sum(client.writer is not None for client in list(self._clients))
 
     def start(self, refuse: Refuse) -> None:
         """Listens. Raises what `refuse` makes when the socket cannot be had."""
@@ -109,20 +147,29 @@ class LocalServer:
         for client in self._clients:
             client.socket.close()
         self._clients.clear()
+        for writer in self._writers:
+            os.close(writer.pidfd)
+        self._writers.clear()
         self._selector.close()
         self._listener.close()
         os.close(self._wake_r)
 
     def _serve(self) -> None:
+        expire_at = 0.0
         while True:
             for key, _ in self._selector.select(self._wait_s()):
                 if key.fileobj == self._wake_r:
                     return
                 if key.fileobj is self._listener:
                     self._accept()
-                else:
+                elif isinstance(key.data, _Writer):
+                    self._exited(key.data)
+                elif key.data in self._clients:
                     self._take(key.data)
             now = time.monotonic()
+            if self._writers and now >= expire_at:
+                self._writes.expire()
+                expire_at = now + _EXPIRE_S
             for client in [c for c in self._clients if not c.is_attached and c.hello_by < now]:
                 self._drop(client)
             if self._accepts_at and self._accepts_at <= now:
@@ -132,6 +179,8 @@ class LocalServer:
     def _wait_s(self) -> float | None:
         if self._accepts_at:
             return _ACCEPT_PAUSE_S
+        if self._writers:
+            return _EXPIRE_S
         is_hello_due = any(not client.is_attached for client in self._clients)
         return _HELLO_S_MAX if is_hello_due else None
 
@@ -155,10 +204,11 @@ class LocalServer:
                 message=f"uid {uid} is not the daemon's",
                 remedy="use the gRPC plane",
             )
-        elif len(self._clients) > self._clients_max:
+        elif len(self._clients) > self._connections_max:
             client.refused = frames.Refused(
                 error="LimitExceeded",
-                message=f"{self._clients_max} clients are attached, the most (limits.sessions_max)",
+                message=f"{self._connections_max} connections are attached, the most (two for each "
+                "of limits.sessions_max)",
                 remedy="close connections that are not needed, or raise limits.sessions_max",
             )
 
@@ -196,7 +246,9 @@ class LocalServer:
 
     def _handle(self, client: _Client, frame: frames.Frame) -> None:
         """Raises InvalidFrame."""
-        if isinstance(frame, frames.Used) and client.is_attached:
+        if isinstance(frame, frames.Write) and client.writer is not None:
+            self._answer(client, self._writes.write(client.writer.holder, frame))
+        elif isinstance(frame, frames.Used) and client.is_attached and client.writer is None:
             self._on_used(frame)
         elif isinstance(frame, frames.Hello) and client.refused is not None:
             self._refuse(client, client.refused)
@@ -211,7 +263,11 @@ class LocalServer:
 
     def _welcome(self, client: _Client, hello: frames.Hello) -> None:
         offer = self._offer
-        fds = [offer.arena_fd, offer.directory_fd]
+        if hello.writes:
+            self._watch(client)
+            fds = [offer.writable_fd]
+        else:
+            fds = [offer.arena_fd, offer.directory_fd]
         client.is_attached = True
         try:
             socket.send_fds(client.socket, [frames.encode(offer.welcome)], fds)
@@ -219,7 +275,43 @@ class LocalServer:
             self._drop(client)
             return
         self._on_attached()
-        log.info("local.attached", extra={"client": hello.client, "clients": self.attached})
+        log.info(
+            "local.attached",
+            extra={"client": hello.client, "writes": hello.writes, "clients": self.attached},
+        )
+
+    def _watch(self, client: _Client) -> None:
+        """Raises LimitExceeded where it cannot be known when the client's process ends."""
+        try:
+            pidfd = _pidfd_of(client.socket)
+        except OSError as error:
+            raise LimitExceeded(
+                f"the client's process cannot be watched: {error.strerror}",
+                remedy="run client and daemon in one pid namespace; puts go over gRPC meanwhile",
+            ) from error
+        client.writer = writer = _Writer(next(self._holders), pidfd, client)
+        self._writers.add(writer)
+        self._selector.register(pidfd, selectors.EVENT_READ, writer)
+
+    def _exited(self, writer: _Writer) -> None:
+        """Its process has ended, so it writes no more."""
+        client = writer.client
+        if client is not None:
+            self._drop(client)
+        if writer in self._writers:
+            self._writes.exited(writer.holder)
+            self._forget(writer)
+
+    def _forget(self, writer: _Writer) -> None:
+        self._writers.discard(writer)
+        self._selector.unregister(writer.pidfd)
+        os.close(writer.pidfd)
+
+    def _answer(self, client: _Client, frame: frames.Written) -> None:
+        try:
+            client.socket.send(frames.encode(frame))
+        except OSError:  # it is gone, or does not read what it asked for
+            self._drop(client)
 
     def _refuse(self, client: _Client, refused: frames.Refused) -> None:
         log.warning("local.refused", extra={"error": refused.error, "why": refused.message})
@@ -234,3 +326,23 @@ class LocalServer:
         if client.socket in self._selector.get_map():
             self._selector.unregister(client.socket)
         client.socket.close()
+        writer, client.writer = client.writer, None
+        if writer is not None:
+            writer.client = None
+            if not self._writes.ended(writer.holder):
+                self._forget(writer)
+
+
+def _pidfd_of(peer: socket.socket) -> int:
+    """A descriptor that is readable when the process behind `peer` has ended. Raises OSError."""
+    try:
+        return peer.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+    pid, _, _ = _CREDENTIALS.unpack(
+        peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    if pid == 0:
+        raise OSError(errno.ESRCH, "it is in another pid namespace")
+    return os.pidfd_open(pid)

@@ -36,6 +36,8 @@ EVENTS: dict[str, str] = {
     "local.accept_failed": "A client of the control socket could not be let in, and why.",
     "local.attach_crashed": "Attaching met an unexpected error; the traceback follows.",
     "local.not_attached": "A client does without shared memory, and why; it goes on over gRPC.",
+    "local.no_writer": "A client puts over gRPC for want of a writer, and why; it is tried again.",
+    "local.writer_lost": "A writer ended in the middle of a put, and why; the put goes over gRPC.",
     "local.namespace_unlisted": "The directory has no word for a namespace: it goes over gRPC.",
     "local.kernels.numpy": "The directory's inner loops are numpy's, for want of numba.",
     "local.kernels.no_numba": "The directory's compiled loops cannot be used, and why.",

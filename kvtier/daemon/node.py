@@ -25,6 +25,7 @@ from kvtier.daemon.admission import Admission
 from kvtier.daemon.durability import Durability
 from kvtier.daemon.flushing import Unflushed
 from kvtier.daemon.local_plane import LocalPlane
+from kvtier.daemon.local_writes import LocalPut
 from kvtier.daemon.metrics import NVME_METRICS, Metrics, Samples
 from kvtier.daemon.nvme import NvmeService
 from kvtier.daemon.nvme_open import NvmeParts
@@ -32,7 +33,7 @@ from kvtier.daemon.registry import Registry
 from kvtier.daemon.scrub import Scrubber, ScrubParts
 from kvtier.daemon.sessions import Session, Sessions
 from kvtier.daemon.state import DaemonDirectory
-from kvtier.errors import DaemonUnavailable
+from kvtier.errors import DaemonUnavailable, UnknownHandle
 from kvtier.packing.record import HEADER_BYTES
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.mover import MoveCode
@@ -239,13 +240,33 @@ class Node:
             "kvtier_slabs_moved_total": {(): counters.slabs_moved},
             "kvtier_tier_bytes": tier_bytes,
             "kvtier_tier_pages": tier_pages,
-            "kvtier_local_clients": {(): self.local.clients if self.local else 0},
+            "kvtier_local_clients": {
+                ("reader",): self.local.clients if self.local else 0,
+                ("writer",): self.local.writers if self.local else 0,
+            },
+            "kvtier_local_grant_bytes": {
+                ("granted",): self.store.grants.granted_bytes,
+                ("quarantined",): self.store.grants.quarantined_bytes,
+            },
             "kvtier_local_unlisted_total": {(): self.local.pages_unlisted if self.local else 0},
             "kvtier_sessions": {(): len(self.sessions)},
             "kvtier_handles": {(): self.sessions.handle_count},
             "kvtier_namespaces": {(): len(self.registry)},
             **(self.nvme.readings() if self.nvme else {name: {} for name in NVME_METRICS}),
         }
+
+    def local_put(self, put: LocalPut) -> None:
+        """A client has put pages by shared memory."""
+        codes = (code.name.lower() for code in put.codes.elements())
+        self.metrics.put_ended(codes, put.payload_bytes)
+        try:
+            self.sessions.session(put.session_id)
+        except UnknownHandle:
+            pass  # it has ended: nobody will ask for a flush of it
+        else:
+            self.unflushed.stored(put.session_id, put.scope, put.keys)
+        if self.nvme is not None:
+            self.nvme.tiering.stored(put.scope, put.keys)
 
     async def flush(self, session: int) -> tuple[int, int]:
         """(pages that are durable now, pages that are not) of what the session has put since its

@@ -26,9 +26,10 @@ from kvtier.core.policy import POLICIES
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.store import Store, StoreConfig
 from kvtier.daemon.local_plane import LocalPlane
+from kvtier.daemon.local_writes import LocalPut, LocalWrites
 from kvtier.daemon.logs import setup_logging
 from kvtier.daemon.metrics import Exporter
-from kvtier.daemon.node import Node, Parts
+from kvtier.daemon.node import Node, NodeState, Parts
 from kvtier.daemon.nvme_absent import keep_deletes
 from kvtier.daemon.nvme_open import prepare
 from kvtier.daemon.process import freeze_heap, tune_allocator
@@ -215,12 +216,26 @@ def _start_local(node: Node, effective: Effective) -> None:
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         node.warn(f"local plane: {path} is longer than the path of a socket may be")
         return
+    loop = asyncio.get_running_loop()
+
+    def count(put: LocalPut) -> None:
+        loop.call_soon_threadsafe(node.local_put, put)
+
+    writes = LocalWrites(
+        node.store,
+        node.arena,
+        grant_s=node.config.local.grant_ms / 1000,
+        subject_of=node.registry.subject_of,
+        is_serving=lambda: node.state is NodeState.READY,
+        on_put=count,
+    )
     node.local_socket = node.local.start(
         path,
         node.arena,
         node.store,
         node.metrics,
-        clients_max=node.config.limits.sessions_max,
+        writes,
+        connections_max=2 * node.config.limits.sessions_max,  # to read, and to write
         refuse=refuse,
     )
 

@@ -1,8 +1,9 @@
 """A hypothesis machine that drives a store against an independent oracle.
 
-The oracle is a set of the pages that may be found, with their chains, uses and leases, kept by its
-own rules and none of the store's helpers. Held after every step: found <=> the oracle says so; a
-page leaves only when there is no room, only one, and exactly the least recently used of those that
+The oracle (store_oracle.py) is a set of the pages that may be found, with their chains, uses and
+leases, kept by its own rules and none of the store's helpers; grant_rules.py has the rules for
+slots that are granted ahead of time. Held after every step: found <=> the oracle says so; a page
+leaves only when there is no room, only one, and exactly the least recently used of those that
 nothing keeps; BUSY only when everything is kept; one put of a key wins; the three books of every
 tier agree; nothing is findable after its namespace ended.
 
@@ -12,121 +13,31 @@ records of `record_bytes`; then `TestStore = StoreMachine.TestCase`.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from typing import ClassVar
-
-import numpy as np
-import numpy.typing as npt
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, consumes, invariant, rule
 
 from kvtier.core.handles import Filling, Reading
-from kvtier.core.page import (
-    NO_SUM,
-    Codec,
-    DeleteCode,
-    GetCode,
-    LeaseCode,
-    PageMeta,
-    PutCode,
-    Tier,
-)
-from kvtier.core.store import Store
+from kvtier.core.page import DeleteCode, GetCode, LeaseCode, PutCode, Tier
+from kvtier.testing.grant_rules import GrantRules
 from kvtier.testing.listing_book import ListingBook
+from kvtier.testing.store_oracle import KEYS, NUMBERS, meta_of
 
 __all__ = ["StoreMachine"]
 
-_UNIVERSE = 24
+_batches = st.lists(NUMBERS, min_size=1, max_size=6)
 
 
-def _key(n: int) -> bytes:
-    return hashlib.sha256(b"machine%d" % n).digest()
-
-
-_KEYS: npt.NDArray[np.uint8] = np.frombuffer(
-    b"".join(_key(n) for n in range(_UNIVERSE)), np.uint8
-).reshape(-1, 32)
-_numbers = st.integers(0, _UNIVERSE - 1)
-_batches = st.lists(_numbers, min_size=1, max_size=6)
-
-
-class StoreMachine(RuleBasedStateMachine):
-    make_store: ClassVar[Callable[[], Store]]
-    record_bytes: ClassVar[int] = 8192
-
+class StoreMachine(GrantRules):
     fillings = Bundle("fillings")
     readings = Bundle("readings")
     leases = Bundle("leases")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.store = type(self).make_store()
-        self.namespace = 1
-        self.now = 0.0
-        self.there: set[int] = set()
-        self.read_count: dict[int, int] = {}
-        self.live_leases: dict[int, tuple[float, list[int]]] = {}
-        self.last_generation = 0
-        self.clock = 0
-        self.is_unswept = False
-        self.used: dict[int, int] = {}
-        self.parent_of: dict[int, int] = {}
-        self.orphans: list[Filling] = []
-
-    # -- the oracle ---------------------------------------------------------------------------
-
-    def found(self) -> set[int]:
-        codes, _ = self.store.lookup(self.namespace, 0, _KEYS)
-        return {n for n in range(_UNIVERSE) if codes[n] == GetCode.HIT}
-
-    def pinned(self) -> set[int]:
-        held = {n for n, count in self.read_count.items() if count}
-        for _, numbers in self.live_leases.values():
-            held.update(numbers)
-        return held & self.there
-
-    def touch(self, numbers: list[int]) -> None:
-        """Used together, from the head of a chain to its tail: the head counts as used last."""
-        for i, n in enumerate(numbers):
-            self.used[n] = self.clock + len(numbers) - i
-        self.clock += len(numbers)
-
-    def candidates(self) -> set[int]:
-        """Pages that nothing keeps."""
-        parents = {self.parent_of.get(n) for n in self.there}
-        return self.there - self.pinned() - parents
-
-    def make_way(self, *, room: bool, code: PutCode | None) -> None:
-        """What a reserve may have taken: nothing, or the one page whose turn it was."""
-        now_there = self.found()
-        assert now_there <= self.there, "a page came from nowhere"
-        assert self.pinned() <= now_there, "a pinned page was evicted"
-        left = self.there - now_there
-        if room or code is PutCode.EXISTS:
-            assert left == set(), "a page left although there was room"
-            assert code is not PutCode.BUSY, "BUSY although there was room"
-            return
-        candidates = self.candidates()
-        if code is PutCode.BUSY:
-            assert candidates == set(), "BUSY although a page could have given way"
-        elif not (self.is_unswept and left == set()):  # pages of an ended namespace may go first
-            assert left == {min(candidates, key=self.used.__getitem__)}, "another page's turn"
-        for n in left:
-            self.forget(n)
-
     # -- writing ------------------------------------------------------------------------------
 
-    @rule(target=fillings, n=_numbers, parent=st.none() | _numbers)
+    @rule(target=fillings, n=NUMBERS, parent=st.none() | NUMBERS)
     def reserve(self, n: int, parent: int | None) -> tuple[int, int | None, Filling] | None:
-        meta = PageMeta(
-            key=_key(n),
-            length=64,
-            codec=Codec.RAW,
-            payload_sum=NO_SUM,
-            parent=b"" if parent is None else _key(parent),
-        )
-        room = self.store.status()[Tier.HOST].free_bytes >= self.record_bytes
+        room = self.has_room()
+        meta = meta_of(n, parent)
         outcome = self.store.reserve(self.namespace, 0, meta, self.record_bytes)
         code = outcome if isinstance(outcome, PutCode) else None
         if parent in self.there and code is not PutCode.EXISTS:
@@ -137,8 +48,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert (outcome is PutCode.EXISTS) == (n in self.there)
             return None
         assert n not in self.there
-        assert outcome.ref.generation > self.last_generation, "a generation came twice"
-        self.last_generation = outcome.ref.generation
+        self.is_new(outcome.ref.generation)
         return n, parent, outcome
 
     @rule(filling=consumes(fillings))
@@ -153,10 +63,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert code is PutCode.EXISTS
         else:
             assert code is PutCode.STORED
-            self.there.add(n)
-            self.touch([n])
-            if parent in self.there and parent != n:
-                self.parent_of[n] = parent
+            self.stored(n, parent)
 
     @rule(filling=consumes(fillings), how=st.sampled_from(["abandon", "orphan"]))
     def give_up(self, filling: tuple[int, int | None, Filling] | None, how: str) -> None:
@@ -178,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(target=readings, numbers=_batches)
     def acquire(self, numbers: list[int]) -> list[tuple[int, Reading]]:
-        outcomes = self.store.acquire(self.namespace, 0, _KEYS[numbers])
+        outcomes = self.store.acquire(self.namespace, 0, KEYS[numbers])
         self.touch([n for n in numbers if n in self.there])
         held = []
         for n, outcome in zip(numbers, outcomes, strict=True):
@@ -200,7 +107,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(numbers=_batches)
     def condemn(self, numbers: list[int]) -> None:
-        outcomes = self.store.acquire(self.namespace, 0, _KEYS[numbers])
+        outcomes = self.store.acquire(self.namespace, 0, KEYS[numbers])
         self.touch([n for n in numbers if n in self.there])
         for n, outcome in zip(numbers, outcomes, strict=True):
             if isinstance(outcome, Reading):
@@ -213,7 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(target=leases, numbers=_batches, ttl=st.integers(1, 9))
     def pin(self, numbers: list[int], ttl: int) -> int:
         deadline = self.now + ttl
-        lease, codes = self.store.pins.pin(5, self.namespace, 0, _KEYS[numbers], deadline=deadline)
+        lease, codes = self.store.pins.pin(5, self.namespace, 0, KEYS[numbers], deadline=deadline)
         held = [n for n in numbers if n in self.there]
         assert [n for n, code in zip(numbers, codes, strict=True) if code == GetCode.HIT] == held
         assert bool(lease) == bool(held)
@@ -245,6 +152,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.now += seconds
         self.expire_oracle()
         self.store.pins.expire(self.now)
+        self.expire_grants()
 
     @rule()
     def end_session(self) -> None:
@@ -262,7 +170,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(numbers=_batches)
     def delete(self, numbers: list[int]) -> None:
-        codes = self.store.delete(self.namespace, 0, _KEYS[numbers]).tolist()
+        codes = self.store.delete(self.namespace, 0, KEYS[numbers]).tolist()
         # The store works from the last key back, so a key given twice is DELETED at its last place.
         last = {n: i for i, n in enumerate(numbers)}
         for i, n in enumerate(numbers):
@@ -275,7 +183,7 @@ class StoreMachine(RuleBasedStateMachine):
     def bump(self) -> None:
         old = self.namespace
         self.store.end_namespace(old)
-        codes, _ = self.store.lookup(old, 0, _KEYS)
+        codes, _ = self.store.lookup(old, 0, KEYS)
         assert set(codes.tolist()) == {GetCode.STALE}
         self.is_unswept = True
         self.namespace += 1
@@ -289,17 +197,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert swept <= pages
         if swept == 0:
             self.is_unswept = False
-
-    def forget(self, n: int) -> None:
-        """The page of that number is gone; what still reads or leases it names an older life."""
-        self.there.discard(n)
-        self.read_count.pop(n, None)
-        self.parent_of.pop(n, None)
-        for child in [c for c, parent in self.parent_of.items() if parent == n]:
-            del self.parent_of[child]
-        for _, numbers in self.live_leases.values():
-            while n in numbers:
-                numbers.remove(n)
 
     # -- always -------------------------------------------------------------------------------
 

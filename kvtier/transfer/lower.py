@@ -8,19 +8,15 @@ from enum import Enum
 from typing import Protocol, TypeVar
 
 from kvtier.core.page import PutCode
-from kvtier.errors import Busy, TierIOError
+from kvtier.errors import TierIOError
 from kvtier.packing.layout import Layout
 from kvtier.tiers.base import TierDevice
 from kvtier.tiers.io_pool import IoClass, IoJob
 from kvtier.transfer.place import Identity
 
-__all__ = ["DeviceOffline", "Lower", "MoveCode", "Subject"]
+__all__ = ["Lower", "MoveCode", "Subject"]
 
 T = TypeVar("T")
-
-
-class DeviceOffline(Busy):
-    """Nothing goes to that device now, and the pages on it are on their way out of the books."""
 
 
 class MoveCode(Enum):
@@ -41,11 +37,6 @@ class MoveCode(Enum):
             return cls.DONE
         return cls.GONE if code is PutCode.STALE_GENERATION else cls.BUSY
 
-    @classmethod
-    def of_refused_read(cls, error: Busy) -> MoveCode:
-        """What a read that was not begun comes to."""
-        return cls.GONE if isinstance(error, DeviceOffline) else cls.BUSY
-
 
 class Lower(Protocol):
     """The NVMe tier as the mover sees it."""
@@ -58,7 +49,10 @@ class Lower(Protocol):
     def timeout_s(self) -> float: ...
 
     def submit(self, io_class: IoClass, slot: int, work: Callable[[], T]) -> IoJob[T]:
-        """Runs `work` on a thread of the slot's device. Raises Busy, or DeviceOffline."""
+        """Runs `work` on a thread of the slot's device. Raises Busy."""
+
+    def serves(self, slot: int) -> bool:
+        """Whether the slot's device is online; else its pages are on their way out of the books."""
 
     def report(self, slot: int, error: TierIOError | TimeoutError | None) -> None:
         """How an access of the slot's device went."""

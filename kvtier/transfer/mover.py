@@ -253,8 +253,8 @@ class Mover:
             code = movement.publish()
             crash_point("promote.sealed")
             return MoveCode.DONE if code.is_stored else MoveCode.GONE
-        except Busy as error:
-            return MoveCode.of_refused_read(error)
+        except Busy:
+            return self._not_read(source.ref.slot)
         finally:
             if movement is not None and not movement.is_over:
                 movement.fail()  # something that nobody expected was raised
@@ -268,13 +268,7 @@ class Mover:
         slot = source.ref.slot
 
         def read() -> Copy | None:
-            for _ in range(2):
-                self._lower.tier.read(slot, 0, into)
-                crash_point("promote.read")
-                copy = check(into, page.identity, source, page.key, check_payload=True)
-                if copy is not None:
-                    return copy
-            return None
+            return self._read_checked(source, page, into)
 
         try:
             job = self._lower.submit(io_class, slot, read)
@@ -300,6 +294,16 @@ class Mover:
         with source.again() as again:
             movement.fail()
             return await self.condemn(again)
+
+    def _read_checked(self, source: Reading, page: Subject, into: memoryview) -> Copy | None:
+        """The record if it is whole, at the first or second try. A thread of `Lower`."""
+        for _ in range(2):
+            self._lower.tier.read(source.ref.slot, 0, into)
+            crash_point("promote.read")
+            copy = check(into, page.identity, source, page.key, check_payload=True)
+            if copy is not None:
+                return copy
+        return None
 
     async def condemn(self, source: Reading) -> MoveCode:
         """A copy on NVMe that failed twice: out of sight, also after a restart."""
@@ -337,19 +341,13 @@ class Mover:
         held = source.again()
 
         def read() -> Copy | None:
-            into = aligned_buffer(size)
-            for _ in range(2):
-                self._lower.tier.read(slot, 0, into)
-                copy = check(into, page.identity, held, page.key, check_payload=True)
-                if copy is not None:
-                    return copy
-            return None
+            return self._read_checked(held, page, aligned_buffer(size))
 
         try:
             job = self._lower.submit(IoClass.GET, slot, read)
-        except Busy as error:
+        except Busy:
             held.release()
-            return MoveCode.of_refused_read(error)
+            return self._not_read(slot)
         bounced = Bounced(self._count_bounced, size)
         job.add_done(held.release)
         try:
@@ -372,6 +370,9 @@ class Mover:
             return bounced
         bounced.release()
         return await self.condemn(source)
+
+    def _not_read(self, slot: int) -> MoveCode:
+        return MoveCode.BUSY if self._lower.serves(slot) else MoveCode.GONE
 
     def _count_bounced(self, nbytes: int) -> None:
         self.bounced_bytes += nbytes

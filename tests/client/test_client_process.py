@@ -336,6 +336,12 @@ def test_importing_kvtier_loads_nothing_heavy():
     )
 
 
+def test_the_local_plane_is_there_without_grpc():
+    loaded = loaded_by("import kvtier.client.local_attachment, kvtier.client.sync")
+    assert "kvtier.client.local_put" in loaded
+    assert not loaded & {"torch", "grpc", "google.protobuf", "numba"}
+
+
 def test_a_client_without_tensors_does_not_load_torch(daemon):
     done = run_script(
         daemon,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,15 +35,18 @@ def make_store(
     shard_count: int = 1,
     nvme_slots: int = 0,
     granted: bool = True,
+    **config: Any,
 ) -> Store:
-    """A store whose host tier holds `slots` pages of RECORD bytes."""
+    """A store whose host tier holds `slots` pages of RECORD bytes; `config` goes to StoreConfig."""
     slab = RECORD * (slab_slots or slots)
     tiers = {Tier.HOST: SlabAllocator(slab_bytes=slab, numbers=range(RECORD * slots // slab))}
     if nvme_slots:
         size = RECORD * nvme_slots
         tiers[Tier.NVME] = SlabAllocator(slab_bytes=size, numbers=range(1))
     store = Store(
-        StoreConfig(boot_id=99, pages_max=4 * (slots + nvme_slots), seed=1234),
+        StoreConfig(
+            **{"boot_id": 99, "pages_max": 4 * (slots + nvme_slots), "seed": 1234} | config
+        ),
         tiers=tiers,
         generations=Generations(0, lambda bound: None),
         listing=ListingBook(),

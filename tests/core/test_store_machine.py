@@ -3,12 +3,14 @@ policy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
+from kvtier.core.grants import Grants
 from kvtier.core.lifecycle import Event
 from kvtier.core.page import PutCode, Tier
 from kvtier.core.placement import Placement
@@ -16,16 +18,23 @@ from kvtier.core.policy import POLICIES
 from kvtier.core.policy.lru import LruTailFirst
 from kvtier.core.residents import Residents
 from kvtier.core.store import Store
+from kvtier.core.table import NO_ROW
 from kvtier.testing.store_machine import StoreMachine
 from tests.core.support import make_store
 
 
 class Roomy(StoreMachine):
-    make_store = staticmethod(lambda: make_store(slots=16))
+    grants_share, quarantine_share = 0.2, 0.4
+    make_store = staticmethod(
+        lambda: make_store(slots=16, grants_share=0.2, quarantine_share=0.4),
+    )
 
 
 class Tight(StoreMachine):
-    make_store = staticmethod(lambda: make_store(slots=4, slab_slots=2))
+    grants_share, quarantine_share = 0.5, 0.75
+    make_store = staticmethod(
+        lambda: make_store(slots=4, slab_slots=2, grants_share=0.5, quarantine_share=0.75)
+    )
 
 
 class Tiny(StoreMachine):
@@ -51,12 +60,12 @@ class OtherTurns(StoreMachine):
         super().make_way(room=room, code=code)
 
 
-class RoomyOther(OtherTurns):
-    make_store = Roomy.make_store
+class RoomyOther(OtherTurns, Roomy):
+    pass
 
 
-class TightOther(OtherTurns):
-    make_store = Tight.make_store
+class TightOther(OtherTurns, Tight):
+    pass
 
 
 SHORT = settings(max_examples=30, stateful_step_count=40, deadline=None, print_blob=True)
@@ -111,6 +120,24 @@ def test_the_machine_finds_a_slot_that_is_never_given_back(monkeypatch: pytest.M
     monkeypatch.setattr(Residents, "abandon", leaky)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Tight, settings=HUNT)
+
+
+def test_the_machine_finds_a_grant_that_is_freed_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its holder may still write there."""
+
+    def careless(self: Grants, rows: Iterable[int]) -> int:
+        generations = [self._residents.table.generation[row] for row in rows]
+        for holder in list(self._held):
+            for row in self._let_go(holder, generations):
+                if row != NO_ROW:
+                    self._free(row)
+        return len(generations)
+
+    monkeypatch.setattr(Grants, "_quarantine", careless)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Roomy, settings=HUNT)
 
 
 def test_the_machine_finds_an_eviction_that_ignores_pins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,9 @@ class _Lower:
     def submit(self, io_class, slot, work):
         return self.pool.submit(io_class, work)
 
+    def serves(self, slot):
+        return True
+
     def report(self, slot, error):
         assert error is None, error
 

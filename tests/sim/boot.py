@@ -132,6 +132,7 @@ class Boot:
                 boot_id=(oracle.seed + 1) * 1000 + machine.boots,
                 pages_max=pages_max,
                 seed=oracle.seed,
+                grants_share=0.25,  # the arena is very small
             ),
             tiers=tiers,
             generations=Generations(disk.generation_bound, disk.journal_generations),

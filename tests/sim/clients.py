@@ -23,6 +23,7 @@ from kvtier.transfer.mover import Mover
 from kvtier.transfer.outlet import Outgoing, Outlet
 from kvtier.transfer.place import Place, Verify
 from tests.sim.boot import Boot
+from tests.sim.local_puts import LocalPuts
 from tests.sim.oracle import Space, Window
 
 __all__ = ["Clients", "Script"]
@@ -63,6 +64,7 @@ class Clients:
         self._new_version = new_version
         self._bump = bump
         self.now = 0.0
+        self._local = LocalPuts(boot, note=note, now=lambda: self.now)
 
     def choose(self) -> Script:
         rng = self._rng
@@ -71,7 +73,8 @@ class Clients:
         nvme: tuple[Script, ...] = ()
         if self.boot.nvme is not None:
             nvme = (self.demote, self.prefetch, self.get, self.get, self.scrub)
-        return rng.choice((self.put, self.put, self.get, self.get, self.get, self.change, *nvme))
+        puts: tuple[Script, ...] = (self.put, self.put, self.put_local)
+        return rng.choice((*puts, self.get, self.get, self.get, self.change, *nvme))
 
     # -- puts ------------------------------------------------------------------------------------
 
@@ -91,6 +94,11 @@ class Clients:
                 await self._make_durable(space, intake)
         finally:
             intake.close()
+
+    async def put_local(self, space: Space) -> None:
+        put = self._new_put(space)
+        if not put.broken:  # nothing is on a wire
+            await self._local.put(space, put)
 
     async def _feed(self, space: Space, intake: Intake, put: _Put) -> bool:
         """False: the stream broke a rule."""

@@ -39,6 +39,7 @@ class Counts:
     """What a run has done and seen; runs add up."""
 
     stored: int = 0
+    stored_local: int = 0  # of them, by clients that wrote into the arena themselves
     hits_host: int = 0
     hits_nvme: int = 0
     flips: int = 0  # bits in memory

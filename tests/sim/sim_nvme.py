@@ -113,6 +113,12 @@ class SimLower:
         self.jobs.append(job)
         return job
 
+    def serves(self, slot: int) -> bool:
+        is_online = self.health[_device(slot)].online
+        if not is_online:
+            self._withdrawn()  # its pages are gone, also those that are still in the books
+        return is_online
+
     def report(self, slot: int, error: TierIOError | TimeoutError | None) -> None:
         health = self.health[_device(slot)]
         if error is None:

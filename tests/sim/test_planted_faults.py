@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvtier.core.grants import Grants
 from kvtier.core.handles import Filling, Reading
 from kvtier.core.movement import Movement, Step
 from kvtier.core.moves import Moves
@@ -90,6 +91,13 @@ def test_a_slot_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Residents, "_give_back", doubly)
     failures(range(10))
+
+
+def test_a_slot_that_is_used_anew_while_its_holder_writes_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Grants, "end", Grants.settle)
+    failures(range(30), of="a sum failed without damage")
 
 
 def test_a_get_that_misses_what_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ def test_seeds() -> None:
     counts = run_seeds(range(32), STEPS)
     # Also that the run has seen enough of everything to mean something.
     assert counts.stored > 1000
+    assert counts.stored_local > 100
     assert counts.hits_host > 300
     assert counts.hits_nvme > 100
     assert counts.flips > 100

@@ -39,6 +39,7 @@ class Weather:
         elif roll < 0.06:
             self._clients.now += rng.random() * 5
             store.pins.expire(self._clients.now)
+            store.grants.expire(self._clients.now)
         elif roll < 0.08:
             store.sweep(rng.randint(1, 5))
         elif roll < 0.11:

@@ -58,6 +58,9 @@ class PlainLower:
     def submit(self, io_class: IoClass, slot: int, work: Callable[[], Any]) -> IoJob[Any]:
         return self.pool.submit(io_class, work)
 
+    def serves(self, slot: int) -> bool:
+        return True
+
     def report(self, slot: int, error: object) -> None:
         assert error is None
 

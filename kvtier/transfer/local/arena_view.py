@@ -1,4 +1,4 @@
-"""The arena as its readers map it: read-only, and only if nobody can cut it short under them.
+"""The arena as clients map it, and only if nobody can cut it short under them.
 
 A forked child does not get the memory. Functions without state.
 """
@@ -18,7 +18,7 @@ __all__ = ["map_arena"]
 _REMEDY = "use a client and daemon of the same version"
 
 
-def map_arena(fd: int, arena_bytes: int) -> NDArray[np.uint8]:
+def map_arena(fd: int, arena_bytes: int, *, writable: bool) -> NDArray[np.uint8]:
     """The first `arena_bytes` of the memfd, which stays the caller's and may be closed. Unmapped
     when the last user of the array has let go of it.
 
@@ -32,7 +32,7 @@ def map_arena(fd: int, arena_bytes: int) -> NDArray[np.uint8]:
                 f"{arena_bytes} bytes",
                 remedy=_REMEDY,
             )
-        pages = map_shared(fd, size, writable=False)
+        pages = map_shared(fd, size, writable=writable)
     except OSError as error:
         raise DirectoryError(
             f"the arena of {arena_bytes} bytes cannot be mapped: {error.strerror}",

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.transfer.local.entry import ENTRY_WORDS, Words
+from kvtier.transfer.local.entry import ENTRY_WORDS, LENGTH_BYTES_MAX, Words
 from kvtier.transfer.local.mapped import MappedTable
 
 __all__ = [
@@ -74,6 +74,36 @@ class Found:
         """Which keys have an entry, shape (n,)."""
         found: NDArray[np.bool_] = self.codes == HIT
         return found
+
+    # Columns of the entries, shape (n,); see entry. They mean something where there is one.
+
+    @property
+    def generations(self) -> Words:
+        return self.entries[:, 5]
+
+    @property
+    def slots(self) -> Words:
+        """In units of 4 KiB."""
+        return self.entries[:, 6]
+
+    @property
+    def lengths(self) -> Words:
+        """Payload bytes."""
+        return self.entries[:, 7] & np.uint64(LENGTH_BYTES_MAX)
+
+    @property
+    def codecs(self) -> Words:
+        return (self.entries[:, 7] >> np.uint64(48)) & np.uint64(0xFF)
+
+    @property
+    def lossy(self) -> Words:
+        """1 or 0."""
+        return self.entries[:, 7] >> np.uint64(56)
+
+    @property
+    def sums(self) -> Words:
+        """Payload sums, shape (n, 2)."""
+        return self.entries[:, 8:10]
 
 
 class Kernels(Protocol):

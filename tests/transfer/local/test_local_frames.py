@@ -11,15 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import InvalidFrame
+from kvtier.packing.record import SESSION_BYTES_MAX
 from kvtier.transfer.local.document import page
 from kvtier.transfer.local.frames import (
     FRAME_BYTES_MAX,
+    GRANTS_PER_FRAME_MAX,
     KEYS_PER_FRAME_MAX,
+    PAGES_PER_FRAME_MAX,
     Frame,
     Hello,
     Refused,
     Used,
     Welcome,
+    Write,
+    Written,
     decode,
     encode,
 )
@@ -28,7 +33,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "local_frames_v1.hex"
 
 KEYS = bytes(range(32)) + bytes(range(32, 64))
 FRAMES: tuple[Frame, ...] = (
-    Hello(version=1, client="pid 1"),
+    Hello(version=1, client="pid 1", writes=0),
     Welcome(version=1, boot_id=0x0102030405060708, arena_bytes=1 << 30),
     Refused(error="LimitExceeded", message="m", remedy="r"),
     Used(
@@ -40,6 +45,31 @@ FRAMES: tuple[Frame, ...] = (
         get_hits=2,
         get_misses=3,
         get_bytes=1 << 21,
+    ),
+    Write(
+        number=7,
+        session_id=2**64 - 2,
+        namespace=3,
+        shard=1,
+        length=1 << 20,
+        keys=KEYS,
+        parents=bytes(32) + KEYS[:32],
+        depths=(4).to_bytes(4, "little") + (5).to_bytes(4, "little"),
+        sums=bytes(range(32)),
+        generations=(8).to_bytes(8, "little") + (9).to_bytes(8, "little"),
+        session="chat 1",
+        ttl_ms=60_000,
+        priority=-1,
+        known=KEYS[32:],
+        returned=(10).to_bytes(8, "little"),
+        wanted=3,
+    ),
+    Written(
+        number=7,
+        codes=bytes([1, 2]),
+        slots=(256).to_bytes(8, "little"),
+        generations=(11).to_bytes(8, "little"),
+        grant_ms=5000,
     ),
 )
 
@@ -67,9 +97,11 @@ def test_every_field_is_needed_and_has_its_type(frame: Frame) -> None:
         missing = {other: value for other, value in fields.items() if other != name}
         with pytest.raises(InvalidFrame, match=name):
             decode(msgpack.packb(missing))
-        for wrong in (None, 1.5, True, -1, 2**64 - 1, [], {}, "x" * 5000):
-            if type(wrong) is type(fields[name]) and wrong not in (-1, 2**64 - 1, "x" * 5000):
+        for wrong in (None, 1.5, True, -(2**40), 2**64 - 1, [], {}, "x" * 5000):
+            if type(wrong) is type(fields[name]) and wrong not in (-(2**40), 2**64 - 1, "x" * 5000):
                 continue
+            if (name, wrong) == ("session_id", 2**64 - 1):
+                continue  # any 64 bits
             with pytest.raises(InvalidFrame):
                 decode(msgpack.packb({**fields, name: wrong}))
 
@@ -95,6 +127,64 @@ def test_the_longest_frame_is_taken() -> None:
     )
     assert len(encode(most)) <= FRAME_BYTES_MAX
     assert decode(encode(most)) == most
+
+
+COLUMNS = {"keys": 32, "parents": 32, "depths": 4, "sums": 16, "generations": 8}
+
+
+def longest_write() -> Write:
+    columns = {name: bytes(PAGES_PER_FRAME_MAX * width) for name, width in COLUMNS.items()}
+    return Write(
+        number=2**63 - 1,
+        session_id=2**64 - 1,
+        namespace=2**32 - 1,
+        shard=2**16 - 1,
+        length=2**48,
+        **columns,
+        session="s" * SESSION_BYTES_MAX,
+        ttl_ms=2**32,
+        priority=2**31 - 1,
+        known=bytes(32 * PAGES_PER_FRAME_MAX),
+        returned=bytes(8 * GRANTS_PER_FRAME_MAX),
+        wanted=GRANTS_PER_FRAME_MAX,
+    )
+
+
+def test_the_longest_write_and_its_answer_are_taken() -> None:
+    answer = Written(
+        number=1,
+        codes=bytes(PAGES_PER_FRAME_MAX),
+        slots=bytes(8 * GRANTS_PER_FRAME_MAX),
+        generations=bytes(8 * GRANTS_PER_FRAME_MAX),
+        grant_ms=600_000,
+    )
+    for frame in (longest_write(), answer):
+        assert len(encode(frame)) <= FRAME_BYTES_MAX
+        assert decode(encode(frame)) == frame
+
+
+@pytest.mark.parametrize("name", [*COLUMNS, "known", "returned", "wanted", "session"])
+def test_a_write_beyond_its_bounds_is_refused(name: str) -> None:
+    fields = msgpack.unpackb(encode(longest_write()))
+    value = fields[name]
+    more = value + 1 if name == "wanted" else value + value[:32]
+    with pytest.raises(InvalidFrame, match=name):
+        decode(msgpack.packb({**fields, name: more}))
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_of_different_lengths_are_refused(name: str) -> None:
+    fields = msgpack.unpackb(encode(FRAMES[4]))
+    with pytest.raises(InvalidFrame):
+        decode(msgpack.packb({**fields, name: fields[name][: COLUMNS[name]]}))
+    with pytest.raises(InvalidFrame):
+        decode(msgpack.packb({**fields, name: fields[name][:-1]}))
+
+
+def test_an_answer_has_a_generation_for_each_slot() -> None:
+    fields = msgpack.unpackb(encode(FRAMES[5]))
+    with pytest.raises(InvalidFrame, match="generations"):
+        decode(msgpack.packb({**fields, "generations": b""}))
 
 
 @pytest.mark.parametrize(
