@@ -19,7 +19,7 @@ PROTOS := $(wildcard proto/kvtier/v1/*.proto)
 .PHONY: help demo test soak lint fmt proto docs bench wheel clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) ..."
@@ -59,14 +59,16 @@ docs: $(STAMP) ## make docs/config.md, docs/metrics.md and docs/local-plane.md f
 	@$(BIN)/python -m kvtier metrics --markdown > docs/metrics.md
 	@$(BIN)/python -c 'from kvtier.transfer.local.document import page; print(page(), end="")' > docs/local-plane.md
 
-bench: $(STAMP) ## the measurements, as tables and as JSON in build/bench; on a quiet machine
-	@mkdir -p build/bench
-	@$(BIN)/python -m benchmarks.grpc_stream --json build/bench/grpc_stream.json
-	@$(BIN)/python -m benchmarks.fp8 --json build/bench/fp8.json
-	@$(BIN)/python -m benchmarks.million_pages --json build/bench/million_pages.json
-	@$(BIN)/python -m benchmarks.nvme_service --json build/bench/nvme_service.json
-	@if command -v fio > /dev/null; then $(BIN)/python -m benchmarks.nvme_io --json build/bench/nvme_io.json; \
-	else echo "fio is not installed: NVMe beside fio was not measured"; fi
+bench: $(STAMP) ## every measurement beside its reference, into build/bench; on a quiet machine
+	@$(BIN)/python -c 'import matplotlib' 2> /dev/null \
+	|| $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt 'matplotlib>=3.8' \
+	|| echo "matplotlib could not be installed: there will be no picture"
+	@$(BIN)/python -m benchmarks.bench
+
+.PHONY: bench-peers
+bench-peers: $(STAMP) ## install Mooncake Store and LMCache into .peers, and measure beside them
+	@$(BIN)/python -m benchmarks.peers.install
+	@$(BIN)/python -m benchmarks.bench --only peers --out build/bench-peers
 
 wheel: $(STAMP) ## dist/kvtier-*.whl
 	@$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .

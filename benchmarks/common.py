@@ -1,26 +1,34 @@
-"""What every benchmark needs: a daemon of its own, medians, and a word about the machine."""
+"""What several benchmarks need: a daemon of their own, rounds in turn, and pages to move.
+
+Promise: a daemon ends with the block it was started for; the two sides of a comparison begin by
+turns, so that neither always finds the other's caches. One thread.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
-import numpy as np
-
 import kvtier
+from kvtier.client import Connection
+from kvtier.core.page import Tier
 from kvtier.testing.daemon_process import DaemonProcess
 
-__all__ = ["daemon", "environment", "malloc_environment", "median", "report", "resident_bytes"]
+__all__ = [
+    "PAGE_BYTES", "attach", "daemon", "in_turn", "layout_of", "malloc_environment",
+    "resident_bytes", "wait_populated",
+]  # fmt: skip
+
+#: The page of comparisons that have one size.
+PAGE_BYTES = 2 << 20
+ATTACH_S = 120.0
+POPULATE_S = 120.0
+#: The daemon keeps a few pages of the arena for itself.
+_POPULATED = 0.99
 
 
 def malloc_environment() -> dict[str, str]:
@@ -41,6 +49,47 @@ def daemon(*settings: str) -> Iterator[tuple[str, int, float]]:
             yield running.url, running.pid, time.monotonic() - started
 
 
+def attach(kv: Connection) -> str:
+    """Waits until shared memory is used; by which inner loops. A namespace must be open."""
+    deadline = time.monotonic() + ATTACH_S
+    while not (state := kv.local).is_attached:
+        assert time.monotonic() < deadline, state.reason
+        time.sleep(0.05)
+    return state.kernels
+
+
+def wait_populated(kv: Connection, nbytes: int) -> None:
+    """Waits until that much of the arena is memory: a page fault is no part of a put."""
+    deadline = time.monotonic() + POPULATE_S
+    while True:
+        ready = next(t.ready_bytes for t in kv.status().tiers if t.tier is Tier.HOST)
+        if ready >= nbytes * _POPULATED:
+            return
+        assert time.monotonic() < deadline, f"{ready} of {nbytes} bytes populated"
+        time.sleep(0.1)
+
+
+def layout_of(page_bytes: int) -> kvtier.Layout:
+    """Pages of opaque bytes, a multiple of 64 of them."""
+    return kvtier.Layout.from_segments(
+        [
+            kvtier.Segment(
+                name="bytes",
+                role=kvtier.Role.OPAQUE,
+                dtype="uint8",
+                layers=1,
+                heads=1,
+                dim=page_bytes // 64,
+                scale_rule=kvtier.ScaleRule.NONE,
+            )
+        ],
+        model_id="bench",
+        revision="1",
+        page_tokens=64,
+        kv_compute="uint8",
+    )
+
+
 def resident_bytes(pid: int) -> int:
     """Anonymous resident memory of a process: what it holds beside the shared arena and files."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
@@ -49,49 +98,20 @@ def resident_bytes(pid: int) -> int:
     raise RuntimeError(f"no RssAnon for process {pid}")
 
 
-def median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
-def environment() -> dict[str, object]:
-    """Machine, versions and commit, for the report."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    model = "unknown"
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "grpcio": grpc.__version__,
-        "numpy": np.__version__,
-        "kvtier": kvtier.__version__,
-        "commit": commit or "unknown",
-    }
-
-
-def report(name: str, rows: list[dict[str, object]], out: str | None) -> None:
-    """Prints the rows as a Markdown table and writes them as JSON where `out` says."""
-    columns = list(rows[0])
-    lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
-    lines += [" | ".join(_text(row[column]) for column in columns) for row in rows]
-    machine = environment()
-    sys.stdout.write(f"\n## {name}\n\n")
-    sys.stdout.write(", ".join(f"{key} {value}" for key, value in machine.items()) + "\n\n")
-    sys.stdout.write("".join(f"| {line} |\n" for line in lines))
-    if out:
-        document = {"name": name, "environment": machine, "rows": rows}
-        Path(out).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
-
-def _text(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def in_turn(
+    ours: Callable[[int], float], theirs: Callable[[int], float], rounds: int, *, warm: int = 1
+) -> list[tuple[float, float]]:
+    """What both sides return, round by round, after `warm` rounds that do not count. They are given
+    the number of the round.
+    """
+    pairs = []
+    for number in range(rounds + warm):
+        if number % 2:
+            first = ours(number)
+            pair = (first, theirs(number))
+        else:
+            second = theirs(number)
+            pair = (ours(number), second)
+        if number >= warm:
+            pairs.append(pair)
+    return pairs

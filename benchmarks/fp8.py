@@ -1,6 +1,6 @@
 """FP8 packing of pages beside torch's own casts with scales, on one core.
 
-    python -m benchmarks.fp8 [--pages 32] [--rounds 9] [--json FILE]
+    python -m benchmarks.fp8 [--quick] [--pages 32] [--rounds 9] [--json FILE]
 
 Pages are 2 MiB of bfloat16 (k and v of 8 layers, 64 tokens, 8 heads of 128 numbers), with a scale a
 layer and head. kvtier: `kvtier.packing.fp8.pack` and `unpack` by numba, with all their checks.
@@ -16,18 +16,19 @@ Without numba there is nothing to compare: the benchmark says so and ends with 2
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.common import median, report
+from benchmarks.common import in_turn
+from benchmarks.plan import Measured, Plan, finish, parser_of, progress
+from benchmarks.rows import Bound, Missing, Row, Target
 from kvtier.daemon.process import tune_allocator
 from kvtier.packing import fp8
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
@@ -35,8 +36,7 @@ from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
 LAYERS, TOKENS, HEADS, DIM = 8, 64, 8, 128
 SHAPES = {"LTHD": (2, LAYERS, TOKENS, HEADS, DIM), "LHTD": (2, LAYERS, HEADS, TOKENS, DIM)}
 CODE_MAX = 448.0
-SEED = 8
-TO_REACH = 8.0
+TARGET = Target(bound=Bound.AT_LEAST, number=8.0)
 
 
 def layout(order: str) -> Layout:
@@ -81,33 +81,9 @@ def rate(step: Callable[[object], object], pages: list[object], nbytes: int) -> 
     return nbytes / (time.perf_counter() - started) / 1e9
 
 
-def compare(
-    name: str, sides: dict[str, tuple[Callable[[object], object], list[object]]], nbytes: int,
-    rounds: int,
-) -> dict[str, object]:  # fmt: skip
-    """A row of the report; `sides` are kvtier and torch, each with its step and its pages."""
-    rates: dict[str, list[float]] = {side: [] for side in sides}
-    for number in range(rounds + 1):
-        for side in sides if number % 2 else reversed(sides):
-            measured = rate(*sides[side], nbytes)
-            if number:  # the first warms up
-                rates[side].append(measured)
-    ratios = [a / b for a, b in zip(rates["kvtier"], rates["torch"], strict=True)]
-    return {
-        "step": name,
-        "kvtier GB/s": median(rates["kvtier"]),
-        "torch GB/s": median(rates["torch"]),
-        "ratio": median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
-        "to reach": TO_REACH,
-        "reached": "yes" if median(ratios) >= TO_REACH else "no",
-    }
-
-
-def rows_of(order: str, count: int, rounds: int) -> list[dict[str, object]]:
+def rows_of(plan: Plan, order: str, count: int) -> Iterator[Measured]:
     page_layout, shape = layout(order), SHAPES[order]
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(plan.seed)
     tensors = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(count)]
     raws: list[NDArray[np.uint8]] = [page.view(torch.uint8).numpy().reshape(-1) for page in tensors]
     packed = [fp8.pack(page_layout, raw) for raw in raws]
@@ -118,35 +94,49 @@ def rows_of(order: str, count: int, rounds: int) -> list[dict[str, object]]:
         raise SystemExit("the two sides do not compute the same")
     nbytes = count * page_layout.raw_bytes
     steps = {
-        "pack": {
-            "kvtier": (partial(fp8.pack, page_layout), raws),
-            "torch": (partial(torch_pack, axes), tensors),
-        },
-        "unpack": {
-            "kvtier": (partial(fp8.unpack, page_layout), packed),
-            "torch": (torch_unpack, [torch_pack(axes, page) for page in tensors]),
-        },
+        "pack": (partial(fp8.pack, page_layout), raws, partial(torch_pack, axes), tensors),
+        "unpack": (
+            partial(fp8.unpack, page_layout),
+            packed,
+            torch_unpack,
+            [torch_pack(axes, page) for page in tensors],
+        ),
     }
-    return [
-        compare(f"{name}, 2 MiB pages, {order}", sides, nbytes, rounds)
-        for name, sides in steps.items()
-    ]
+    for name, (step, pages, torch_step, torch_pages) in steps.items():
+        progress(f"fp8/{name}-{order}")
+        yield Row.of_pairs(
+            f"fp8/{name}-{order}",
+            f"FP8 {name}, 2 MiB pages, {order}, one core",
+            in_turn(
+                lambda _, a=step, b=pages: rate(a, b, nbytes),
+                lambda _, a=torch_step, b=torch_pages: rate(a, b, nbytes),
+                plan.rounds(9),
+            ),
+            "GB/s of bf16",
+            "the same formula in torch",
+            target=TARGET,
+        )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pages", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+def rows(plan: Plan, pages: int | None = None) -> Iterator[Measured]:
     torch.set_num_threads(1)
     tune_allocator()
     if fp8.warm_up() is not fp8.Fp8Backend.NUMBA:
-        sys.stderr.write("numba is not installed: pip install 'kvtier[fast]'\n")
-        return 2
-    rows = [row for order in SHAPES for row in rows_of(order, arguments.pages, arguments.rounds)]
-    report("FP8 beside torch, one core", rows, arguments.json)
-    return 0
+        yield Missing(name="fp8", reason="numba is not installed: pip install 'kvtier[fast]'")
+        return
+    for order in SHAPES:
+        yield from rows_of(plan, order, pages or plan.sized(32, 4))
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--pages", type=int)
+    arguments = parser.parse_args()
+    return finish(
+        "FP8 beside torch, one core",
+        lambda: rows(Plan.of(arguments), arguments.pages),
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Put and get of 2 MiB pages over gRPC, beside a raw-bytes gRPC stream in Python
 (benchmarks/raw_stream.py).
 
-    python -m benchmarks.grpc_stream [--rounds 15] [--page-mib 2] [--json FILE]
+    python -m benchmarks.grpc_stream [--quick] [--rounds 15] [--page-mib 2] [--json FILE]
 
 One client process, one daemon, one reference server; unix sockets; batches of 32 pages; the two are
 measured in turn in every round and medians are reported. kvtier verifies on (the default): the
@@ -12,42 +12,24 @@ before the first round.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 
 import numpy as np
 
 import kvtier
-from benchmarks.common import daemon, malloc_environment, median, report
+from benchmarks.common import daemon, layout_of, malloc_environment
+from benchmarks.plan import Measured, Plan, finish, parser_of
 from benchmarks.raw_stream import RawClient, raw_server
+from benchmarks.rows import Bound, Row, Target, size_text
 
 PAGES = 32
-
-
-def layout_of(page_bytes: int) -> kvtier.Layout:
-    return kvtier.Layout.from_segments(
-        [
-            kvtier.Segment(
-                name="bytes",
-                role=kvtier.Role.OPAQUE,
-                dtype="uint8",
-                layers=1,
-                heads=1,
-                dim=page_bytes // 64,
-                scale_rule=kvtier.ScaleRule.NONE,
-            )
-        ],
-        model_id="bench",
-        revision="1",
-        page_tokens=64,
-        kv_compute="uint8",
-    )
+TARGET = Target(bound=Bound.AT_LEAST, number=0.8)
 
 
 def key_batch(number: int) -> list[bytes]:
@@ -96,33 +78,31 @@ async def get_all(ns: kvtier.aio.AsyncNamespace, keys: list[bytes], target: np.n
     assert got.prefix == PAGES, [result.reason for result in got]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--page-mib", type=float, default=2.0)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    page_bytes = int(arguments.page_mib * (1 << 20))
+def rows(plan: Plan, page_bytes: int) -> Iterator[Measured]:
     with tempfile.TemporaryDirectory() as home:
         raw_url = f"unix:{home}/raw.sock"
         arena = max(1 << 29, 4 * PAGES * page_bytes)
         with daemon(f"host.bytes={arena}") as (url, _, _), raw_server(raw_url, PAGES * page_bytes):
-            times = asyncio.run(measure(url, raw_url, page_bytes, arguments.rounds))
-    rows = []
+            rates = asyncio.run(measure(url, raw_url, page_bytes, plan.rounds(15)))
+    size = size_text(page_bytes)
     for name in ("put", "get"):
-        ours, raw = median(times[name]), median(times[f"raw {name}"])
-        ratios = [a / b for a, b in zip(times[name], times[f"raw {name}"], strict=True)]
-        rows.append(
-            {
-                "call": f"{name}, 32 pages of {arguments.page_mib:g} MiB",
-                "kvtier GB/s": ours,
-                "raw gRPC stream GB/s": raw,
-                "ratio": median(ratios),
-                "to reach": 0.8,
-                "reached": "yes" if median(ratios) >= 0.8 else "no",
-            }
+        yield Row.of_pairs(
+            f"grpc/{name}-{size.replace(' ', '')}-{PAGES}",
+            f"{name} over gRPC, {size} pages, {PAGES} a call",
+            list(zip(rates[name], rates[f"raw {name}"], strict=True)),
+            "GB/s",
+            "raw bytes over a gRPC stream",
+            target=TARGET,
+            note="full arena, every put evicts" if name == "put" else "",
         )
-    report("gRPC streaming", rows, arguments.json)
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--page-mib", type=float, default=2.0)
+    arguments = parser.parse_args()
+    page_bytes = int(arguments.page_mib * (1 << 20))
+    return finish("gRPC streaming", lambda: rows(Plan.of(arguments), page_bytes), arguments)
 
 
 if __name__ == "__main__":
@@ -132,4 +112,4 @@ if __name__ == "__main__":
             [sys.executable, "-m", "benchmarks.grpc_stream", *sys.argv[1:]],
             malloc_environment(),
         )
-    main()
+    sys.exit(main())

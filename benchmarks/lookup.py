@@ -1,29 +1,29 @@
 """Lookups in the directory of the local plane: a million entries, from a list of key bytes.
 
-    python -m benchmarks.lookup [--json FILE] [--entries 1000000] [--rounds 41]
+    python -m benchmarks.lookup [--quick] [--entries 1000000] [--rounds 41] [--json FILE]
 
 The reader's map is its own, read-only and touched before, as in a client that has run for a while.
 The work of Python (joining the keys, making the arrays) is in the time. `same` asks the same keys
 again and again, as an engine does whose prompts grow; `other` takes other keys every round, at
 random places of the whole table, so that every entry comes from memory, which says as much about
-the machine as about the table: the reference beside it is a compiled loop that reads 128 bytes at
-as many random places. A tenth of the keys are not in the table. Medians, best and 95th percentile
-of the rounds. The owner's cost is that of batches of 32, encoded ahead.
+the machine as about the table: the rows of random reads are a compiled loop that reads 128 bytes at
+as many random places. A tenth of the keys are not in the table. The owner's cost is that of batches
+of 32, encoded ahead.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
-from benchmarks.common import median, report
+from benchmarks.plan import Measured, Plan, finish, parser_of, progress
+from benchmarks.rows import Bound, Of, Row, Target
 from kvtier.core.page import Codec, PageMeta, PageRef, Tier
 from kvtier.transfer.local.directory import Directory
 from kvtier.transfer.local.entry import encode_entries, encode_entry, identities
@@ -41,14 +41,13 @@ TO_REACH = {1: 5.0, 1_000: 30.0, 16_000: 1_000.0}
 
 
 def filled(keys: list[bytes]) -> Directory:
-    """A directory with an entry for each key, all of its memory taken."""
+    """A directory with an entry for each key."""
     directory = Directory(
         pages_max=len(keys),
         namespaces_max=64,
         boot_id=BOOT_ID,
         hash_seed=random.Random(SEED).getrandbits(64),
     )
-    directory.populate(lambda: True)
     directory.set_namespace(NAMESPACE, 1)
     for start in range(0, len(keys), 4096):
         directory.put_many(rows_of(keys[start : start + 4096], start + 1))
@@ -75,16 +74,14 @@ def timed(work: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e6
 
 
-def row_of(what: str, times: list[float], to_reach: float | None = None) -> dict[str, object]:
-    middle = median(times)
-    return {
-        "what": what,
-        "median us": middle,
-        "best us": min(times),
-        "p95 us": sorted(times)[int(0.95 * (len(times) - 1))],
-        "to reach": to_reach or "",
-        "reached": "" if to_reach is None else "yes" if middle <= to_reach else "no",
-    }
+def row_of(name: str, what: str, times: list[float], to_reach: float | None = None) -> Row:
+    p95 = sorted(times)[int(0.95 * (len(times) - 1))]
+    target = None
+    if to_reach is not None:
+        target = Target(bound=Bound.AT_MOST, number=to_reach, of=Of.VALUE)
+    return Row.of_values(
+        f"lookup/{name}", what, times, "us", target=target, note=f"p95 {p95:.3g} us"
+    )
 
 
 def drawn(draw: random.Random, keys: list[bytes], count: int) -> list[bytes]:
@@ -95,9 +92,9 @@ def drawn(draw: random.Random, keys: list[bytes], count: int) -> list[bytes]:
 
 def lookups(
     directory: Directory, keys: list[bytes], kernels: Kernels, rounds: int
-) -> list[dict[str, object]]:
+) -> list[Measured]:
     draw = random.Random(SEED)
-    rows = []
+    rows: list[Measured] = []
     with DirectoryView(directory.fd, boot_id=BOOT_ID, kernels=kernels) as view:
         view.lookup(keys, namespace=NAMESPACE, shard=SHARD)  # touches every page of the map
         for count, to_reach in TO_REACH.items():
@@ -105,6 +102,7 @@ def lookups(
             brief = partial(look, with_entries=False)
             asked = drawn(draw, keys, count)
             times: dict[str, list[float]] = {}
+            progress(f"lookup/{kernels.name}-{count}")
             for _ in range(rounds * (10 if count == 1 else 1)):
                 other = drawn(draw, keys, count)
                 times.setdefault("other", []).append(timed(partial(look, other)))
@@ -115,16 +113,21 @@ def lookups(
                 times.setdefault("same, without entries", []).append(timed(partial(brief, asked)))
             bound = to_reach if kernels.name == "numba" else None
             rows += [
-                row_of(f"{kernels.name}: {count} keys, {which}", found[1:], bound)
+                row_of(
+                    f"{kernels.name}-{count}-{which.replace(', without entries', '-brief')}",
+                    f"lookup of {count} by {kernels.name}, keys: {which}",
+                    found[1:],
+                    bound,
+                )
                 for which, found in times.items()
             ]
         found = view.lookup(drawn(draw, keys, 1000), namespace=NAMESPACE, shard=SHARD)
         times_ = [timed(partial(view.recheck, found)) for _ in range(4 * rounds)]
-        rows.append(row_of(f"{kernels.name}: recheck of 1000 entries, same", times_))
+        rows.append(row_of(f"{kernels.name}-recheck", "recheck of 1000 entries, the same", times_))
     return rows
 
 
-def reference(directory: Directory, rounds: int) -> list[dict[str, object]]:
+def reference(directory: Directory, rounds: int) -> list[Measured]:
     """Reads of 128 bytes at random places of memory as large as the table, compiled."""
     import numba
 
@@ -136,18 +139,19 @@ def reference(directory: Directory, rounds: int) -> list[dict[str, object]]:
 
     words = np.ones((directory.header.entries, 16), np.uint64)
     draw = np.random.default_rng(SEED)
-    rows = []
+    rows: list[Measured] = []
     for count in (1_000, 16_000):
         out = np.ones((count, 16), np.uint64)
         times = []
         for _ in range(rounds):
             places = draw.integers(0, len(words), count)
             times.append(timed(partial(gather, words, places, out)))
-        rows.append(row_of(f"reference: {count} random reads of 128 bytes", times[1:]))
+        what = f"{count} reads of 128 bytes at random places, compiled"
+        rows.append(row_of(f"reads-{count}", what, times[1:]))
     return rows
 
 
-def owner(directory: Directory, rounds: int) -> list[dict[str, object]]:
+def owner(directory: Directory, rounds: int) -> list[Measured]:
     """Puts of new pages and their removal, so that the load stays."""
     draw = random.Random(SEED + 1)
     puts, removals, encodings = [], [], []
@@ -161,31 +165,35 @@ def owner(directory: Directory, rounds: int) -> list[dict[str, object]]:
         puts.append(timed(partial(directory.put_many, rows)) / BATCH)
         removals.append(timed(partial(directory.remove_many, names)) / BATCH)
     return [
-        row_of(f"{directory.kernels}: owner, encode one entry", encodings),
-        row_of(f"{directory.kernels}: owner, put one of 32", puts),
-        row_of(f"{directory.kernels}: owner, remove one of 32", removals),
+        row_of("owner-encode", "owner: encode one entry of 32", encodings),
+        row_of("owner-put", f"owner: put one entry of 32 by {directory.kernels}", puts),
+        row_of("owner-remove", f"owner: remove one entry of 32 by {directory.kernels}", removals),
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--entries", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    first_us = timed(load_kernels)
+def rows(plan: Plan, entries: int | None = None) -> Iterator[Measured]:
+    # Compiling, or loading what was compiled before, is done once a process.
+    yield row_of("load", "load the implementation, once a process", [timed(load_kernels)])
     draw = random.Random(SEED)
-    keys = [draw.randbytes(32) for _ in range(arguments.entries)]
+    # Enough for the largest lookup.
+    count = entries or plan.sized(1_000_000, 20_000)
+    keys = [draw.randbytes(32) for _ in range(max(count, max(TO_REACH)))]
+    rounds = plan.rounds(41)
     with filled(keys) as directory:
-        rows = [row_of("load the implementation, once a process", [first_us])]
         if load_kernels().name == "numba":
-            rows += lookups(directory, keys, load_compiled(), arguments.rounds)
-            rows += reference(directory, arguments.rounds)
-        rows += owner(directory, arguments.rounds)
-        rows += lookups(directory, keys, NumpyKernels(), 5)
-        load = directory.pages / directory.header.entries
-        report(f"Directory lookups, {len(keys)} entries at load {load:.2f}", rows, arguments.json)
-    return 0
+            yield from lookups(directory, keys, load_compiled(), rounds)
+            yield from reference(directory, rounds)
+        yield from owner(directory, rounds)
+        yield from lookups(directory, keys, NumpyKernels(), min(rounds, 5))
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--entries", type=int)
+    arguments = parser.parse_args()
+    return finish(
+        "Directory lookups", lambda: rows(Plan.of(arguments), arguments.entries), arguments
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """A million one-cell pages in one daemon: memory a page, time to READY, lookup latency over gRPC.
 
-    python -m benchmarks.million_pages [--pages 1000000] [--json FILE]
+    python -m benchmarks.million_pages [--quick] [--pages 1000000] [--json FILE]
 
 A one-cell page has 64 bytes of payload and takes an 8 KiB slot. Memory is the growth of the
 daemon's anonymous memory (the arena is shared memory and counted apart). Lookups are timed while a
-second client goes on putting pages, so that evictions and the garbage collector take part.
+second client goes on putting pages, so that evictions and the garbage collector take part. Lookups
+through the shared directory are timed too, as a program makes them: `ns.lookup(keys)`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ import numpy as np
 import numpy.typing as npt
 
 import kvtier
-from benchmarks.common import daemon, report, resident_bytes
+from benchmarks.common import attach, daemon, resident_bytes
+from benchmarks.local import grown
+from benchmarks.plan import Measured, Plan, finish, parser_of, progress
+from benchmarks.rows import Bound, Of, Row, Target
 from kvtier.tiers.host import SLAB_BYTES
 
 CELL = 64
 SLOT = 8192
 BATCH = 4096
 LOOKUP_KEYS = 1000
+#: Keys a call by the shared directory -> microseconds to reach.
+LOCAL_LOOKUPS = {1: 5.0, 1_000: 30.0, 16_000: 1_000.0}
 
 LAYOUT = kvtier.Layout.from_segments(
     [
@@ -100,42 +106,107 @@ async def put_more(url: str, pages: int) -> None:
         await put_pages(await kv.namespace(LAYOUT, tenant="bench"), pages, 2 * pages)
 
 
-async def measure(url: str, pid: int, pages: int) -> dict[str, object]:
+def at_most(number: float) -> Target:
+    return Target(bound=Bound.AT_MOST, number=number, of=Of.VALUE)
+
+
+def p99_row(name: str, what: str, times: list[float]) -> Row:
+    """One round of many calls; low and high are the median and the slowest call."""
+    return Row(
+        name=name,
+        what=what,
+        value=float(np.percentile(times, 99)) * 1e3,
+        unit="ms",
+        target=at_most(20.0),
+        rounds=1,
+        low=float(np.percentile(times, 50)) * 1e3,
+        high=max(times) * 1e3,
+        note=f"{len(times)} calls; low is their median, high the slowest",
+    )
+
+
+async def measure(plan: Plan, url: str, pid: int, pages: int) -> list[Measured]:
     before = resident_bytes(pid)
+    calls = plan.sized(500, 50)
     async with kvtier.aio.connect(url, deadline=30.0, plane="grpc") as kv:
         ns = await kv.namespace(LAYOUT, tenant="bench")
         await until_populated(kv, pages * SLOT)
+        progress(f"million: {pages} pages are put")
         started = time.perf_counter()
         stored = await put_pages(ns, 0, pages)
-        put_s = time.perf_counter() - started
+        put_us = (time.perf_counter() - started) / stored * 1e6
         per_page = (resident_bytes(pid) - before) / stored
-        quiet = await time_lookups(ns, pages, 500)
+        quiet = await time_lookups(ns, pages, calls)
+    local = await asyncio.to_thread(local_lookups, plan, url, pages)
+    async with kvtier.aio.connect(url, deadline=30.0, plane="grpc") as kv:
+        ns = await kv.namespace(LAYOUT, tenant="bench")
         with another_process_putting(url, pages):
-            busy = await time_lookups(ns, pages, 500)
-    return {
-        "pages": stored,
-        "daemon bytes a page": per_page,
-        "put us a page": put_s / stored * 1e6,
-        "lookup of 1,000 p50 ms": float(np.percentile(quiet, 50)) * 1e3,
-        "p99 ms": float(np.percentile(quiet, 99)) * 1e3,
-        "p99 ms while another client puts": float(np.percentile(busy, 99)) * 1e3,
-    }
+            busy = await time_lookups(ns, pages, calls)
+    what = f"lookup of {LOOKUP_KEYS} keys over gRPC, p99, {stored} pages"
+    return [
+        Row.of_values(
+            "million/bytes-a-page", f"daemon memory a page, {stored} pages", [per_page],
+            "bytes", target=at_most(250.0),
+        ),
+        Row.of_values("million/put", "put of a one-cell page over gRPC", [put_us], "us"),
+        p99_row("million/lookup-p99", what, quiet),
+        p99_row("million/lookup-p99-busy", what + ", another process puts and evicts", busy),
+        *local,
+    ]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pages", type=int, default=1_000_000)
-    parser.add_argument("--json")
+def local_lookups(plan: Plan, url: str, pages: int) -> list[Measured]:
+    """Of keys that are there, others in every call, as a caller has just made them."""
+    rows: list[Measured] = []
+    draw = np.random.default_rng(plan.seed)
+    with kvtier.connect(url, deadline=30) as kv:
+        ns = kv.namespace(LAYOUT, tenant="bench")
+        attach(kv)
+        for count, to_reach in LOCAL_LOOKUPS.items():
+            if count >= pages:
+                continue
+            before = kv.local.counts
+            times = []
+            for _ in range(plan.sized(400, 20) + 1):
+                keys = key_batch(int(draw.integers(0, pages - count)), count)
+                started = time.perf_counter()
+                found = ns.lookup(keys)
+                times.append((time.perf_counter() - started) * 1e6)
+                assert found.hits > count // 2, found
+            by_memory = grown(before, kv.local.counts).get("lookups", 0)
+            asked = count * len(times)
+            note = "all by shared memory" if by_memory == asked else "OVER GRPC"
+            what = f"ns.lookup of {count} keys on one host, {pages} pages"
+            rows.append(
+                Row.of_values(
+                    f"million/local-lookup-{count}", what, times[1:], "us",
+                    target=at_most(to_reach), note=f"{note}; other keys in every call",
+                )
+            )  # fmt: skip
+    return rows
+
+
+def rows(plan: Plan, pages: int | None = None) -> Iterator[Measured]:
+    pages = pages or plan.sized(1_000_000, 20_000)
+    slabs = -(-pages // (SLAB_BYTES // SLOT))
+    with daemon(f"host.bytes={slabs * SLAB_BYTES}") as (url, pid, ready_s):
+        yield Row.of_values(
+            "million/ready", f"READY of a daemon with room for {pages} pages", [ready_s], "s",
+            target=at_most(5.0), note="empty: host memory does not outlive its daemon",
+        )  # fmt: skip
+        yield from asyncio.run(measure(plan, url, pid, pages))
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--pages", type=int)
     parser.add_argument("--put-to", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.put_to:
         asyncio.run(put_more(arguments.put_to, arguments.pages))
-        return
-    slabs = -(-arguments.pages // (SLAB_BYTES // SLOT))
-    with daemon(f"host.bytes={slabs * SLAB_BYTES}") as (url, pid, ready_s):
-        row = asyncio.run(measure(url, pid, arguments.pages))
-    report("A million pages", [{"READY s": ready_s} | row], arguments.json)
+        return 0
+    return finish("A million pages", lambda: rows(Plan.of(arguments), arguments.pages), arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

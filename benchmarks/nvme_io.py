@@ -1,6 +1,6 @@
 """Records of the NVMe tier beside fio, on the same segment files.
 
-    python -m benchmarks.nvme_io [--dir DIR] [--gib 2] [--rounds 9] [--json FILE]
+    python -m benchmarks.nvme_io [--quick] [--dir DIR] [--gib 2] [--rounds 9] [--json FILE]
 
 kvtier: NvmeTier behind the IoPool, as many threads as fio has jobs, one record an access, from and
 into memory that is populated and aligned (as the arena is). fio: `psync`, which is the same engine
@@ -9,28 +9,29 @@ header), O_DIRECT, random over the same files, which were written whole before. 
 in every round; medians and ratios of the rounds are reported. A sweep over the number of threads
 comes last: it is what `nvme.io_threads` was chosen by.
 
-fio must be on the PATH (or `--fio FILE`); without it the benchmark says so and ends with 2.
+fio must be on the PATH, or named by KVTIER_FIO or `--fio FILE`; without it the benchmark says so
+and ends with 2.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import median, report
+from benchmarks.common import in_turn
+from benchmarks.plan import Measured, Plan, finish, fio_command, parser_of, progress
+from benchmarks.rows import Bound, Missing, Row, Target
 from kvtier.tiers.direct_file import DirectMode, aligned_buffer
 from kvtier.tiers.io_pool import IoClass, IoPool
 from kvtier.tiers.nvme import NvmeTier, open_device
@@ -38,9 +39,10 @@ from kvtier.tiers.nvme_geometry import slab_number
 
 PAGE_BYTES = 2 << 20
 RECORD_BYTES = PAGE_BYTES + 4096
-SECONDS = 1.0
+SECONDS, QUICK_SECONDS = 1.0, 0.25
 SEED = 11
-TO_REACH = 0.85
+TARGET = Target(bound=Bound.AT_LEAST, number=0.85)
+THREADS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class Bench:
     files: list[Path]
     slots: list[int]
     fio: str
+    seconds: float
 
     def run_fio(self, kind: str, jobs: int) -> float:
         """GB/s of `randread` or `randwrite`."""
@@ -63,7 +66,7 @@ class Bench:
             "--thread",
             "--group_reporting",
             "--time_based",
-            f"--runtime={SECONDS:g}",
+            f"--runtime={self.seconds:g}",
             f"--randseed={SEED}",
             "--norandommap",
             "--allow_file_create=0",
@@ -93,7 +96,7 @@ class Bench:
 
         async def work(buffer: memoryview) -> None:
             nonlocal moved
-            while time.perf_counter() - started < SECONDS:
+            while time.perf_counter() - started < self.seconds:
                 await pool.submit(IoClass.GET, access(buffer)).wait(60)
                 moved += RECORD_BYTES
 
@@ -103,7 +106,7 @@ class Bench:
         return moved / took / 1e9
 
 
-def prepared(directory: Path, total_bytes: int, fio: str) -> Bench:
+def prepared(directory: Path, total_bytes: int, fio: str, seconds: float) -> Bench:
     """A tier of whole records, every byte of it written once."""
     segment_bytes = 256 << 20
     device = open_device(
@@ -127,71 +130,67 @@ def prepared(directory: Path, total_bytes: int, fio: str) -> Bench:
             slots.append(first + place * (RECORD_BYTES // 4096))
             tier.write(slots[-1], [buffer])
     tier.sync()
-    return Bench(tier=tier, files=sorted(directory.glob("segment-*")), slots=slots, fio=fio)
+    files = sorted(directory.glob("segment-*"))
+    return Bench(tier=tier, files=files, slots=slots, fio=fio, seconds=seconds)
 
 
-def compare(bench: Bench, kind: str, jobs: int, rounds: int) -> dict[str, object]:
-    ours, theirs = [], []
-    for number in range(rounds + 1):
-        pair = {}
-        # Who goes first changes with the round: the second finds a warmer device.
-        for side in ("kvtier", "fio") if number % 2 else ("fio", "kvtier"):
-            if side == "fio":
-                pair[side] = bench.run_fio(kind, jobs)
-            else:
-                pair[side] = asyncio.run(bench.run_kvtier(kind, jobs))
-        if number:  # the first warms up
-            ours.append(pair["kvtier"])
-            theirs.append(pair["fio"])
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return {
-        "access": f"{kind[4:]}, 2 MiB pages, {jobs} at once",
-        "kvtier GB/s": median(ours),
-        "fio GB/s": median(theirs),
-        "ratio": median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
-        "to reach": TO_REACH,
-        "reached": "yes" if median(ratios) >= TO_REACH else "no",
-    }
+def compare(bench: Bench, plan: Plan, kind: str, jobs: int) -> Row:
+    name = kind.removeprefix("rand")
+    progress(f"nvme/{name}")
+    return Row.of_pairs(
+        f"nvme/{name}",
+        f"NVMe {name} of records of 2 MiB, {jobs} at once, O_DIRECT",
+        in_turn(
+            lambda _: asyncio.run(bench.run_kvtier(kind, jobs)),
+            lambda _: bench.run_fio(kind, jobs),
+            plan.rounds(9),
+        ),
+        "GB/s",
+        "fio",
+        target=TARGET,
+    )
+
+
+def sweep(bench: Bench, threads: int) -> Iterator[Row]:
+    for kind in ("randread", "randwrite"):
+        name = kind.removeprefix("rand")
+        rates = [asyncio.run(bench.run_kvtier(kind, threads)) for _ in range(3)]
+        what = f"NVMe {name} of records, {threads} threads"
+        yield Row.of_values(f"nvme/sweep-{name}-{threads}", what, rates, "GB/s")
+
+
+def rows(
+    plan: Plan, fio: str | None, gib: float | None = None, jobs: int = 4
+) -> Iterator[Measured]:
+    if fio is None:
+        reason = "fio is not installed: put it on the PATH, or name it with KVTIER_FIO"
+        yield Missing(name="nvme", reason=reason)
+        return
+    total_bytes = int((gib or plan.sized(2.0, 0.25)) * (1 << 30))
+    with tempfile.TemporaryDirectory(prefix="kvt-", dir=plan.directory) as home:
+        seconds = plan.sized(SECONDS, QUICK_SECONDS)
+        bench = prepared(Path(home), total_bytes, fio, seconds)
+        try:
+            for kind in ("randread", "randwrite"):
+                if plan.wants_some(f"nvme/{kind.removeprefix('rand')}"):
+                    yield compare(bench, plan, kind, jobs)
+            for threads in plan.sized(THREADS, ()) if plan.wants_some("nvme/sweep") else ():
+                yield from sweep(bench, threads)
+        finally:
+            bench.tier.close()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path, help="on the device to measure (default: here)")
-    parser.add_argument("--gib", type=float, default=2.0)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = parser_of(__doc__)
+    parser.add_argument("--gib", type=float)
     parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--fio", default=shutil.which("fio"))
-    parser.add_argument("--json")
+    parser.add_argument("--fio", default=fio_command())
     arguments = parser.parse_args()
-    if not arguments.fio:
-        sys.stderr.write("fio is not installed: put it on the PATH, or name it with --fio\n")
-        return 2
-    where = arguments.dir or Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="kvt-", dir=where) as home:
-        bench = prepared(Path(home), int(arguments.gib * (1 << 30)), arguments.fio)
-        rows = [
-            compare(bench, kind, arguments.jobs, arguments.rounds)
-            for kind in ("randread", "randwrite")
-        ]
-        sweep: list[dict[str, object]] = []
-        for threads in (1, 2, 4, 8):
-            measured = {
-                kind: [asyncio.run(bench.run_kvtier(kind, threads)) for _ in range(3)]
-                for kind in ("randread", "randwrite")
-            }
-            sweep.append(
-                {
-                    "threads": threads,
-                    "read GB/s": median(measured["randread"]),
-                    "write GB/s": median(measured["randwrite"]),
-                }
-            )
-        bench.tier.close()
-    report("NVMe records beside fio", rows, arguments.json)
-    report("NVMe records by number of threads", sweep, None)
-    return 0
+    return finish(
+        "NVMe records beside fio",
+        lambda: rows(Plan.of(arguments), arguments.fio, arguments.gib, arguments.jobs),
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The NVMe tier as its users meet it: the start, the scrub, and what verification costs.
 
-    python -m benchmarks.nvme_service [--tier-gib 10] [--dir DIR] [--json FILE]
+    python -m benchmarks.nvme_service [--quick] [--tier-gib 10] [--dir DIR] [--json FILE]
 
 1. READY of a daemon with a 1 GiB arena and a warm tier, after an orderly end and after SIGKILL (the
    tier written since the last checkpoint has to be scanned).
@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
@@ -18,21 +17,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 import kvtier
-from benchmarks.common import median, report
-from benchmarks.grpc_stream import layout_of
+from benchmarks.common import PAGE_BYTES, in_turn, layout_of
+from benchmarks.plan import Measured, Plan, finish, parser_of, progress
+from benchmarks.rows import Bound, Of, Row, Target
 from kvtier.client import Connection, Namespace
 from kvtier.core.page import Tier
 from kvtier.testing.daemon_process import DaemonProcess
 
-PAGE_BYTES = 2 << 20
 BATCH = 32
 DEADLINE_S = 120.0
+READY = Target(bound=Bound.AT_MOST, number=2.0, of=Of.VALUE)
+SCRUB = Target(bound=Bound.AT_MOST, number=2.0)
+VERIFY = Target(bound=Bound.AT_LEAST, number=0.9)
 
 
 def keys_of(batch: int) -> list[bytes]:
@@ -62,39 +65,36 @@ def fill(url: str, batches: int) -> None:
             assert put.durable == BATCH, put
 
 
-def measure_ready(home: Path, tier_gib: float) -> list[dict[str, object]]:
+def measure_tier(plan: Plan, home: Path, tier_gib: float) -> Iterator[Measured]:
+    """READY, and then puts under a scrub, of one daemon with a warm tier."""
     pages = int(tier_gib * (1 << 30)) // (PAGE_BYTES + 4096)
     process = DaemonProcess(
         home,
-        "host.bytes=1GiB",
+        f"host.bytes={plan.sized('1GiB', '256MiB')}",
         f"nvme.paths={home}/nvme",
         f"nvme.bytes={int((tier_gib + 1) * (1 << 30))}",
         "nvme.checkpoint_s=86400",
     )
-    rows: list[dict[str, object]] = []
     try:
         process.start()
+        progress("service/ready: the tier is filled")
         fill(process.url, pages // BATCH)
-        for how, end in (("SIGKILL", process.kill), ("an orderly end", process.stop)):
+        for name, how, end in (
+            ("kill", "SIGKILL", process.kill),
+            ("stop", "an orderly end", process.stop),
+        ):
             times = []
-            for _ in range(3):
+            for _ in range(plan.sized(3, 1)):
                 end()
                 times.append(ready_seconds(process))
             with kvtier.connect(process.url, deadline=DEADLINE_S) as kv:
                 found = next(t.pages_sealed for t in kv.status().tiers if t.tier is Tier.NVME)
-            rows.append(
-                {
-                    "measured": f"READY after {how}, {found} pages of 2 MiB on NVMe",
-                    "value": median(times),
-                    "unit": "s",
-                    "to reach": "<= 2",
-                    "reached": "yes" if median(times) <= 2 else "no",
-                }
-            )
-        rows.append(measure_scrub(process.url))
+            what = f"READY after {how}, {found} pages of 2 MiB on NVMe"
+            yield Row.of_values(f"service/ready-{name}", what, times, "s", target=READY)
+        progress("service/put-p99-scrub")
+        yield measure_scrub(plan, process.url)
     finally:
         process.kill()
-    return rows
 
 
 def put_seconds(ns: Namespace, count: int, prefix: str) -> list[float]:
@@ -136,84 +136,98 @@ def scrub(kv: Connection) -> Iterator[threading.Thread]:
         running.join()
 
 
-def measure_scrub(url: str, *, rounds: int = 6, count: int = 200) -> dict[str, object]:
-    """p99 of a put while pages are verified over p99 without, in turn."""
-    quiet: list[float] = []
-    busy: list[float] = []
+def measure_scrub(plan: Plan, url: str) -> Row:
+    """p99 of a put while pages are verified over p99 without, in turn. The p99 are of the puts of
+    all rounds: those of one round, of a few hundred puts, are what low and high come from.
+    """
+    count = plan.sized(200, 10)
+    quiet: list[list[float]] = []
+    busy: list[list[float]] = []
     with (
         kvtier.connect(url, deadline=DEADLINE_S) as kv,
         kvtier.connect(url, deadline=DEADLINE_S) as other,
     ):
         ns = space_of(kv)
         put_seconds(ns, 50, "warm")
-        for number in range(rounds):
-            quiet += put_seconds(ns, count, f"quiet/{number}")
+        for number in range(plan.rounds(6)):
+            quiet.append(put_seconds(ns, count, f"quiet/{number}"))
             with scrub(other) as running:
-                busy += put_seconds(ns, count, f"busy/{number}")
+                busy.append(put_seconds(ns, count, f"busy/{number}"))
                 assert running.is_alive(), "the scrub ended before the puts did: use a larger tier"
-    p99 = [float(np.percentile(times, 99)) for times in (quiet, busy)]
-    return {
-        "measured": "put of one page, p99 under a scrub over p99 without",
-        "value": p99[1] / p99[0],
-        "unit": f"({p99[1] * 1e3:.1f} ms / {p99[0] * 1e3:.1f} ms)",
-        "to reach": "<= 2",
-        "reached": "yes" if p99[1] <= 2 * p99[0] else "no",
-    }
+    ratios = [_p99(one) / _p99(two) for one, two in zip(busy, quiet, strict=True)]
+    value, reference = (_p99(list(chain.from_iterable(times))) for times in (busy, quiet))
+    return Row(
+        name="service/put-p99-scrub",
+        what="put of one 2 MiB page, p99 while a scrub runs",
+        value=value * 1e3,
+        unit="ms",
+        reference="p99 without a scrub",
+        reference_value=reference * 1e3,
+        ratio=value / reference,
+        target=SCRUB,
+        rounds=len(ratios),
+        low=min(ratios),
+        high=max(ratios),
+        note=f"{count} puts a round; the ratio is of all puts",
+    )
 
 
-def measure_verification(home: Path, *, rounds: int = 15) -> dict[str, object]:
-    """Throughput of gets with `verify` always over the same with off, at both ends."""
+def _p99(times: list[float]) -> float:
+    return float(np.percentile(times, 99))
+
+
+def measure_verification(plan: Plan, home: Path) -> Row:
+    """Throughput of gets with `verify` always beside the same with off, at both ends."""
     source = source_pages()
     target = np.ones_like(source)
-    took: dict[str, list[float]] = {"always": [], "off": []}
-    processes = {}
-    for verify in took:
-        place = home / verify
-        place.mkdir()
-        processes[verify] = DaemonProcess(place, "host.bytes=256MiB", f"host.verify={verify}")
-    try:
-        connections = {}
-        for verify, process in processes.items():
-            process.start()
+    spaces: dict[str, Namespace] = {}
+    with ExitStack() as until_end:
+        for verify in ("always", "off"):
+            place = home / verify
+            place.mkdir()
+            process = DaemonProcess(place, "host.bytes=256MiB", f"host.verify={verify}")
+            until_end.enter_context(process)
             kv = kvtier.connect(process.url, deadline=DEADLINE_S, verify=verify, plane="grpc")
-            connections[verify] = kv
-            space_of(kv).put(keys_of(0), source).raise_for_refused()
-        for number in range(rounds + 2):
-            for verify, kv in connections.items():
-                started = time.perf_counter()
-                got = space_of(kv).get(keys_of(0), out=target)
-                seconds = time.perf_counter() - started
-                assert got.prefix == BATCH
-                if number >= 2:
-                    took[verify].append(seconds)
-        for kv in connections.values():
-            kv.close()
-    finally:
-        for process in processes.values():
-            process.kill()
-    ratios = [off / on for on, off in zip(took["always"], took["off"], strict=True)]
-    return {
-        "measured": "get over gRPC, throughput with verification over without",
-        "value": median(ratios),
-        "unit": f"({min(ratios):.2f} to {max(ratios):.2f})",
-        "to reach": ">= 0.9",
-        "reached": "yes" if median(ratios) >= 0.9 else "no",
-    }
+            until_end.callback(kv.close)
+            spaces[verify] = space_of(kv)
+            spaces[verify].put(keys_of(0), source).raise_for_refused()
+
+        def rate(verify: str) -> float:
+            started = time.perf_counter()
+            got = spaces[verify].get(keys_of(0), out=target)
+            seconds = time.perf_counter() - started
+            assert got.prefix == BATCH, got.reasons
+            return source.nbytes / seconds / 1e9
+
+        pairs = in_turn(lambda _: rate("always"), lambda _: rate("off"), plan.rounds(15), warm=2)
+    return Row.of_pairs(
+        "service/verify",
+        "get over gRPC, 2 MiB pages, 32 a call, verification on at both ends",
+        pairs,
+        "GB/s",
+        "the same, verification off",
+        target=VERIFY,
+    )
+
+
+def rows(plan: Plan, tier_gib: float | None = None) -> Iterator[Measured]:
+    with tempfile.TemporaryDirectory(prefix="kvt-", dir=plan.directory) as home:
+        base = Path(home)
+        (base / "tier").mkdir(mode=0o700)
+        if plan.wants_some("service/ready") or plan.wants_some("service/put"):
+            yield from measure_tier(plan, base / "tier", tier_gib or plan.sized(10.0, 0.5))
+        if plan.wants_some("service/verify"):
+            progress("service/verify")
+            yield measure_verification(plan, base)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tier-gib", type=float, default=10.0)
-    parser.add_argument("--dir", type=Path, help="on the device to measure (default: here)")
-    parser.add_argument("--json")
+    parser = parser_of(__doc__)
+    parser.add_argument("--tier-gib", type=float)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kvt-", dir=arguments.dir or Path.cwd()) as home:
-        base = Path(home)
-        (base / "tier").mkdir(mode=0o700)
-        rows = measure_ready(base / "tier", arguments.tier_gib)
-        rows.append(measure_verification(base))
-    report("NVMe tier as a service", rows, arguments.json)
-    return 0
+    return finish(
+        "NVMe tier as a service", lambda: rows(Plan.of(arguments), arguments.tier_gib), arguments
+    )
 
 
 if __name__ == "__main__":

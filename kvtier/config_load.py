@@ -23,7 +23,9 @@ CRASH_VARIABLE = "KVTIER_CRASH_POINT"
 DEFAULT_SOURCE = "default"
 #: Variables with our prefix that are no settings of the daemon: the file, and what the benchmarks
 #: and tests are told.
-_OF_OTHERS = frozenset((CONFIG_VARIABLE, CRASH_VARIABLE, "KVTIER_TRACES", "KVTIER_SIM_SEEDS"))
+_OF_OTHERS = frozenset(
+    (CONFIG_VARIABLE, CRASH_VARIABLE, "KVTIER_FIO", "KVTIER_SIM_SEEDS", "KVTIER_TRACES")
+)
 
 _PREFIX = "KVTIER_"
 _LINE = re.compile(r"\(at line (\d+)")

@@ -22,7 +22,7 @@ from kvtier.client.local_greeting import greeted
 from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidFrame
 from kvtier.packing.record import record_bytes
 from kvtier.transfer.local import frames
-from kvtier.transfer.local.arena_view import map_arena
+from kvtier.transfer.local.arena_view import make_present, map_arena
 from kvtier.transfer.planes.deadline import Deadline
 
 __all__ = ["Grant", "LocalWriter", "Pages"]
@@ -73,6 +73,7 @@ class LocalWriter:
         self._pool: dict[int, deque[Grant]] = {}  # by record size
         self._asked: dict[int, _Asked] = {}  # by number; frames that were not answered yet
         self._numbers = 0
+        self._seen: set[int] = set()  # slots that were granted before
         self._late: list[int] = []  # generations of grants whose time has passed
         self.is_stopped = False
 
@@ -222,6 +223,9 @@ class LocalWriter:
                     f"slot {slot} lies behind the arena",
                     remedy="use a client and daemon of the same version",
                 )
+            if slot not in self._seen:
+                make_present(self._arena, slot * _SLOT_BYTES, asked.record)
+                self._seen.add(slot)
             pool.append(Grant(slot, generation, until))
         return frame
 

@@ -1,0 +1,109 @@
+"""A run of the benchmarks end to end: the cheapest rows, and what cannot be measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from benchmarks import bench, nvme_io
+from benchmarks.memory import Pieces, of_size
+from benchmarks.plan import Plan, fio_command, wants, wants_some
+from benchmarks.rows import Missing
+from tests.benchmarks.test_bench_rows import FIELDS
+
+
+def test_a_quick_run_writes_everything(tmp_path, capsys):
+    out = tmp_path / "bench"
+    words = ["--quick", "--only", "machine/memcpy-64KiB", "--out", str(out), "--seed", "7"]
+    assert bench.main(words) == 0
+    saved = json.loads((out / "results.json").read_text())
+    assert [row["name"] for row in saved["rows"]] == ["machine/memcpy-64KiB"]
+    (row,) = saved["rows"]
+    assert set(row) == FIELDS
+    assert row["value"] > 0
+    assert row["rounds"] == 2
+    assert row["reached"] == "no target"
+    assert saved["not_measured"] == []
+    assert saved["quick"] is True
+    assert saved["seed"] == 7
+    assert set(saved["machine"]) == {"cpu", "cores", "cores_usable", "memory_bytes", "kernel"}
+    assert set(saved["versions"]) == {
+        "python", "numpy", "numba", "torch", "grpcio", "xxhash", "kvtier"
+    }  # fmt: skip
+    assert {"commit", "dirty", "date", "load_average"} <= set(saved)
+    said = capsys.readouterr()
+    assert said.out == (out / "results.md").read_text()
+    assert "| machine/memcpy-64KiB | memmove, pieces of 64 KiB |" in said.out
+    assert "A quick run" in said.out
+    assert "[1/1] benchmarks.memory" in said.err
+
+
+def test_no_fio_is_said_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("KVTIER_FIO", raising=False)
+    assert bench.main(["--quick", "--only", "nvme", "--out", str(tmp_path / "out")]) == 0
+    reason = "fio is not installed: put it on the PATH, or name it with KVTIER_FIO"
+    saved = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert saved["rows"] == []
+    assert saved["not_measured"] == [{"name": "nvme", "reason": reason}]
+    assert f"- not measured: nvme: {reason}" in capsys.readouterr().out
+    assert list(nvme_io.rows(Plan(), None)) == [Missing(name="nvme", reason=reason)]
+
+
+def test_fio_is_taken_from_the_environment_once(monkeypatch):
+    """The daemon does not start with a variable that it doesn't know."""
+    monkeypatch.setenv("KVTIER_FIO", "/opt/fio")
+    assert fio_command() == "/opt/fio"
+    assert fio_command() == shutil.which("fio")
+
+
+def test_a_benchmark_that_fails_is_named_and_fails_the_run(tmp_path, capsys, monkeypatch):
+    broken = bench.Group(name="broken", module="benchmarks.not_there")
+    monkeypatch.setattr(bench, "GROUPS", (broken,))
+    assert bench.main(["--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "- not measured: broken: benchmarks.not_there ended with 1: " in said
+    assert "No module named benchmarks.not_there" in said
+
+
+def test_a_prefix_that_names_nothing_is_refused(tmp_path, capsys):
+    assert bench.main(["--only", "nothing", "--out", str(tmp_path / "out")]) == 2
+    assert "no row begins with nothing; they begin with machine, " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_group_has_a_name_of_its_own():
+    names = [group.name for group in bench.GROUPS]
+    assert len(set(names)) == len(names)
+    assert not [
+        name for name in names for other in names if name != other and wants((name,), other)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("only", "name", "row", "group"),
+    [
+        ((), "local/get", True, True),
+        (("local",), "local/get", True, True),
+        (("local/get-2MiB-1",), "local/get", False, True),
+        (("fp8", "local/get-2MiB"), "local/get-2MiB-32", True, True),
+        (("local/get-2MiB-32",), "local/get-2MiB-1", False, False),
+    ],
+)
+def test_prefixes_choose_rows_and_groups(only, name, row, group):
+    assert wants(only, name) is row
+    assert wants_some(only, name) is group
+
+
+def test_memory_rows_of_a_few_kib():
+    plan = Plan(quick=True, only=("machine/",))
+    copied, summed = of_size(plan, 4 << 10, 64 << 10)
+    assert [row.name for row in (copied, summed)] == ["machine/memcpy-4KiB", "machine/xxh3-4KiB"]
+    assert copied.value > 0
+    assert (summed.ratio > 0, summed.reference_value > 0) == (True, True)
+    pieces = Pieces(4 << 10, 64 << 10, 1)
+    pieces.memmove(list(range(pieces.count)))
+    assert (pieces.copied == pieces.source).all()
+    assert (pieces.target == 1).all()
