@@ -111,7 +111,8 @@ class LocalPut:
         unseen.extend(np.flatnonzero(~is_there).tolist())
 
     def _write(self, todo: deque[int]) -> None:
-        channel, ahead = self._channel, len(todo)
+        # Twice as many as are used, so that the next put does not wait for what this one asks for.
+        channel, ahead = self._channel, 2 * len(todo)
         step = min(max(1, _SLICE_BYTES // self._length), PAGES_PER_FRAME_MAX)
         while todo:
             self._deadline.remaining()

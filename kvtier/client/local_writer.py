@@ -76,6 +76,8 @@ class LocalWriter:
         self._seen: set[int] = set()  # slots that were granted before
         self._late: list[int] = []  # generations of grants whose time has passed
         self.is_stopped = False
+        #: A wait for an answer was given up, and it has not come since.
+        self.is_silent = False
 
     @classmethod
     def attach(cls, path: str, deadline: Deadline, *, boot_id: int, client_name: str) -> Self:
@@ -187,13 +189,15 @@ class LocalWriter:
         Raises DaemonUnavailable, DeadlineExceeded, InvalidFrame.
         """
         while True:
-            self._control.settimeout(0 if deadline is None else min(deadline.remaining(), _POLL_S))
+            left = 0.0 if deadline is None else max(0.0, deadline.at - time.monotonic())
+            self._control.settimeout(min(left, _POLL_S))
             try:
                 packet = self._control.recv(frames.FRAME_BYTES_MAX)
             except (BlockingIOError, TimeoutError):
                 if deadline is None:
                     return None
                 if deadline.has_passed or self.is_stopped:
+                    self.is_silent = True
                     raise _silent() from None
                 continue
             except OSError as error:
@@ -206,12 +210,15 @@ class LocalWriter:
         frame = frames.decode(packet)
         if isinstance(frame, frames.Refused):
             raise _gone(frame.message)
-        asked = self._asked.pop(frame.number, None) if isinstance(frame, frames.Written) else None
+        asked = self._asked.get(frame.number) if isinstance(frame, frames.Written) else None
         if not isinstance(frame, frames.Written) or asked is None:
             raise InvalidFrame(
                 f"a {type(frame).__name__} that nobody asked for",
                 remedy="use a client and daemon of the same version",
             )
+        if not frame.follows:
+            del self._asked[frame.number]
+            self.is_silent = self.is_silent and bool(self._asked)
         until = asked.at + frame.grant_ms / 1000
         slots = np.frombuffer(frame.slots, "<u8").tolist()
         generations = np.frombuffer(frame.generations, "<u8").tolist()

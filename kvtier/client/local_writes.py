@@ -123,7 +123,7 @@ class LocalWrites:
         try:
             while channel.unanswered and channel.receive(None) is not None:
                 pass  # of a put that did not wait for them
-            if channel.unanswered:
+            if channel.is_silent:
                 put.left += range(len(writer.keys))
             else:
                 put.run()

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -48,7 +48,7 @@ _EXPIRE_S = 0.2
 class Writes(Protocol):
     """What is done with writers; see daemon.local_writes. A holder is one connection of one."""
 
-    def write(self, holder: int, frame: frames.Write) -> frames.Written: ...
+    def write(self, holder: int, frame: frames.Write) -> Iterator[frames.Written]: ...
     def expire(self) -> None: ...
     def ended(self, holder: int) -> bool: ...
     def exited(self, holder: int) -> None: ...
@@ -247,7 +247,8 @@ class LocalServer:
     def _handle(self, client: _Client, frame: frames.Frame) -> None:
         """Raises InvalidFrame."""
         if isinstance(frame, frames.Write) and client.writer is not None:
-            self._answer(client, self._writes.write(client.writer.holder, frame))
+            for answer in self._writes.write(client.writer.holder, frame):
+                self._answer(client, answer)
         elif isinstance(frame, frames.Used) and client.is_attached and client.writer is None:
             self._on_used(frame)
         elif isinstance(frame, frames.Hello) and client.refused is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,33 +64,47 @@ class LocalWrites:
         self._is_serving = is_serving
         self._on_put = on_put
 
-    def write(self, holder: int, frame: frames.Write) -> frames.Written:
-        """Seals, takes back and grants. Raises DaemonUnavailable while draining, LimitExceeded for
-        a number that no record holds.
+    def write(self, holder: int, frame: frames.Write) -> Iterator[frames.Written]:
+        """Seals, takes back and grants: the answers, to be sent one by one as they come. Raises
+        DaemonUnavailable while draining, LimitExceeded for a number that no record holds.
         """
         if not self._is_serving():
             raise DaemonUnavailable(
                 "the daemon takes no puts now: it is starting or draining",
                 remedy="compute the page; try again when the daemon is ready",
             )
-        grants = self._store.grants
         if frame.returned:
-            grants.give_back(holder, np.frombuffer(frame.returned, np.uint64).tolist())
-        codes = self._seal(holder, frame)
-        granted: list[PageRef] = []
-        if frame.wanted and self._is_layout(frame):
-            granted = grants.take(
-                holder,
-                record_bytes(frame.length),
-                frame.wanted,
-                deadline=time.monotonic() + self._grant_s,
-            )
+            returned = np.frombuffer(frame.returned, "<u8").tolist()
+            self._store.grants.give_back(holder, returned)
+        metas = _metas(frame)
+        codes = self._seal(holder, frame, metas)
+        self._tell(frame, metas, codes)
+        is_seen_first = bool(codes and frame.wanted)
+        if is_seen_first:
+            yield self._answer(frame, codes, (), follows=1)
+        granted = self._granted(holder, frame)
+        yield self._answer(frame, b"" if is_seen_first else codes, granted, follows=0)
+
+    def _granted(self, holder: int, frame: frames.Write) -> Sequence[PageRef]:
+        if not frame.wanted or not self._is_layout(frame):
+            return ()
+        return self._store.grants.take(
+            holder,
+            record_bytes(frame.length),
+            frame.wanted,
+            deadline=time.monotonic() + self._grant_s,
+        )
+
+    def _answer(
+        self, frame: frames.Write, codes: bytes, granted: Sequence[PageRef], *, follows: int
+    ) -> frames.Written:
         return frames.Written(
             number=frame.number,
             codes=codes,
-            slots=np.array([ref.slot for ref in granted], np.uint64).tobytes(),
-            generations=np.array([ref.generation for ref in granted], np.uint64).tobytes(),
+            slots=np.array([ref.slot for ref in granted], "<u8").tobytes(),
+            generations=np.array([ref.generation for ref in granted], "<u8").tobytes(),
             grant_ms=int(self._grant_s * 1000),
+            follows=follows,
         )
 
     def expire(self) -> None:
@@ -110,31 +124,28 @@ class LocalWrites:
         subject = self._subject_of(frame.namespace, frame.shard, _NO_PARENT)
         return subject is not None and _takes(subject, frame.length)
 
-    def _seal(self, holder: int, frame: frames.Write) -> bytes:
-        metas = _metas(frame)
+    def _seal(self, holder: int, frame: frames.Write, metas: Sequence[PageMeta]) -> bytes:
+        if not metas:
+            return b""
         generations = np.frombuffer(frame.generations, np.uint64).tolist()
         subject = self._subject_of(frame.namespace, frame.shard, _NO_PARENT)
-        if metas and subject is not None and not _takes(subject, frame.length):
+        if subject is not None and not _takes(subject, frame.length):
             # A get of that namespace could never read them, and they would keep others out.
             self._store.grants.give_back(holder, generations)
-            codes = bytes([PutCode.REFUSED]) * len(metas)
-        elif metas:
-            if subject is not None:
-                refs = self._store.grants.refs(holder, generations)
-                written: set[int] = set()
-                for ref, meta in zip(refs, metas, strict=True):
-                    # A grant that is named twice is sealed as the first page.
-                    if ref is not None and ref.generation not in written:
-                        written.add(ref.generation)
-                        self._write_header(subject, ref, meta)
-            crash_point("local.written")
-            codes = self._store.grants.seal_many(
-                holder, frame.namespace, frame.shard, generations, metas
-            ).tobytes()
-            crash_point("local.sealed")
-        else:
-            codes = b""
-        self._tell(frame, metas, codes)
+            return bytes([PutCode.REFUSED]) * len(metas)
+        if subject is not None:
+            refs = self._store.grants.refs(holder, generations)
+            written: set[int] = set()
+            for ref, meta in zip(refs, metas, strict=True):
+                # A grant that is named twice is sealed as the first page.
+                if ref is not None and ref.generation not in written:
+                    written.add(ref.generation)
+                    self._write_header(subject, ref, meta)
+        crash_point("local.written")
+        codes = self._store.grants.seal_many(
+            holder, frame.namespace, frame.shard, generations, metas
+        ).tobytes()
+        crash_point("local.sealed")
         return codes
 
     def _write_header(self, subject: Subject, ref: PageRef, meta: PageMeta) -> None:

@@ -81,12 +81,14 @@ class Writes:
         self.holding: set[int] = set()
         self.refuses = False
 
-    def write(self, holder: int, frame: Write) -> Written:
+    def write(self, holder: int, frame: Write) -> Iterator[Written]:
         if self.refuses:
             raise DaemonUnavailable("draining", remedy="wait")
         self.told.append(("write", holder))
         self.holding.add(holder)
-        return Written(number=frame.number, codes=b"", slots=b"", generations=b"", grant_ms=100)
+        yield Written(
+            number=frame.number, codes=b"", slots=b"", generations=b"", grant_ms=100, follows=0
+        )
 
     def expire(self) -> None:
         self.told.append(("expire", 0))

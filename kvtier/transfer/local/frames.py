@@ -11,7 +11,7 @@ over, a missing one or one of another type is refused.
              get_bytes
     WRITE    of a writer: number, session_id, namespace, shard, length, keys, parents, depths, sums,
              generations, session, ttl_ms, priority, known, returned, wanted
-    WRITTEN  the answer, one for each WRITE: number, codes, slots, generations, grant_ms
+    WRITTEN  the answer to a WRITE: number, codes, slots, generations, grant_ms, follows
 
 A connection is a reader's (`writes` 0: it gets the arena read-only, and the directory) or a
 writer's (1: the arena alone, and it may be written). A client that does both has two.
@@ -27,7 +27,8 @@ and generation (u64, which grant). `known` are keys that it found there already,
 generations of grants that it gives back, `wanted` how many more slots for such pages it would like.
 `codes` are PutCodes, one a page; `slots` and `generations` (u64 each) are the new grants, each good
 for `grant_ms` from when the WRITE was sent. A grant that was not used by then is not written to any
-more: the daemon says STALE_GENERATION to it. Numbers are little-endian.
+more: the daemon says STALE_GENERATION to it. With `follows` 1 the grants come in a second WRITTEN:
+making room for them can take longer than the seal. Numbers are little-endian.
 
 The version is that of these frames and of the rules of `directory`; golden bytes are in
 tests/golden/local_frames_v1.hex. Pure functions, usable from any thread.
@@ -156,6 +157,7 @@ class Written:
     slots: bytes
     generations: bytes
     grant_ms: int
+    follows: int
 
 
 Frame: TypeAlias = Hello | Welcome | Refused | Used | Write | Written
@@ -262,6 +264,7 @@ def _written(fields: dict[Any, Any]) -> Written:
         slots=slots,
         generations=_column(fields, "generations", 8, GRANTS_PER_FRAME_MAX, count=len(slots) // 8),
         grant_ms=_number(fields, "grant_ms"),
+        follows=_number(fields, "follows", 1),
     )
 
 

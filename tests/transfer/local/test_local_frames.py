@@ -70,6 +70,7 @@ FRAMES: tuple[Frame, ...] = (
         slots=(256).to_bytes(8, "little"),
         generations=(11).to_bytes(8, "little"),
         grant_ms=5000,
+        follows=1,
     ),
 )
 
@@ -157,6 +158,7 @@ def test_the_longest_write_and_its_answer_are_taken() -> None:
         slots=bytes(8 * GRANTS_PER_FRAME_MAX),
         generations=bytes(8 * GRANTS_PER_FRAME_MAX),
         grant_ms=600_000,
+        follows=0,
     )
     for frame in (longest_write(), answer):
         assert len(encode(frame)) <= FRAME_BYTES_MAX
