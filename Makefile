@@ -16,7 +16,7 @@ WORKERS ?= 2
 PROTOS := $(wildcard proto/kvtier/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint fmt proto docs bench wheel clean
+.PHONY: help demo test soak lint fmt proto docs bench bench-peers wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,13 +89,22 @@ def allowed(name: str, patterns: object) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
+@cache
+def nodes_by_kind() -> dict[type[ast.AST], list[tuple[str, ast.AST]]]:
+    """(file, node) of every node of all files, which are walked once."""
+    found: dict[type[ast.AST], list[tuple[str, ast.AST]]] = {}
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            found.setdefault(type(node), []).append((name, node))
+    return found
+
+
 def nodes(*kinds: type[ast.AST], but: object = ()) -> Iterator[tuple[str, ast.AST]]:
     """(file, node) of every node of these kinds, outside the files in `but`."""
-    for name, tree in TREES.items():
-        if not allowed(name, but):
-            for node in ast.walk(tree):
-                if isinstance(node, kinds):
-                    yield name, node
+    left_out = {name for name in TREES if allowed(name, but)}
+    for kind, found in nodes_by_kind().items():
+        if issubclass(kind, kinds):
+            yield from (item for item in found if item[0] not in left_out)
 
 
 def dotted(node: ast.AST) -> str:

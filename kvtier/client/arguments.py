@@ -189,7 +189,14 @@ def checked_traceparent(given: object) -> str:
 
 def _hints(given: GetArguments | PutArguments) -> Hints:
     session = given.get("session", "")
-    if len(session.encode(errors="replace")) > _SESSION_BYTES_MAX:
+    try:
+        nbytes = len(session.encode())
+    except UnicodeEncodeError as error:
+        raise LimitExceeded(
+            f"session is {session!r}, which is no Unicode text",
+            remedy="pass a name without lone surrogates",
+        ) from error
+    if nbytes > _SESSION_BYTES_MAX:
         raise LimitExceeded(
             f"session has {len(session)} characters",
             remedy=f"name a conversation in up to {_SESSION_BYTES_MAX} bytes, say by a hash",

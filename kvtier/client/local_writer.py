@@ -12,6 +12,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -249,13 +250,18 @@ class LocalWriter:
             self.send(_NO_PAGES, deadline or Deadline.after(_POLL_S))
         while self.unanswered and self.receive(deadline) is not None:
             pass
-        return bool(self.unanswered)
+        return bool(self.unanswered) or self.holds
 
     def close(self) -> None:
-        """Gives back what it can, and lets go."""
+        """Gives back what it can, and lets go. Waits a moment for answers that grant more: slots in
+        one that is not read stay out of use until this process ends.
+        """
         try:
-            self.give_back()
-        except (DaemonUnavailable, DeadlineExceeded, InvalidFrame):
+            for deadline in (Deadline.after(_POLL_S), None):
+                with suppress(DeadlineExceeded):
+                    if not self.give_back(deadline):
+                        break
+        except (DaemonUnavailable, InvalidFrame):
             pass  # the daemon has it back when this process ends
         finally:
             self._control.close()

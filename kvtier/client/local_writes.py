@@ -141,7 +141,7 @@ class LocalWrites:
 
     def _make_way(self, channel: LocalWriter, deadline: Deadline) -> None:
         """What goes over gRPC now may need the room that was granted here for later."""
-        if not channel.holds:
+        if not (channel.holds or channel.unanswered):
             return
         within = Deadline(min(deadline.at, time.monotonic() + _MAKE_WAY_S))
         try:

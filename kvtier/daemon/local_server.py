@@ -52,6 +52,7 @@ class Writes(Protocol):
     def expire(self) -> None: ...
     def ended(self, holder: int) -> bool: ...
     def exited(self, holder: int) -> None: ...
+    def undelivered(self, holder: int, answer: frames.Written) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +225,8 @@ class LocalServer:
                 packet, _, flags, _ = client.socket.recvmsg(frames.FRAME_BYTES_MAX)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # it has gone with answers unread: what it said before is still there
             except OSError:
                 packet, flags = b"", 0
             if not packet:
@@ -247,8 +250,10 @@ class LocalServer:
     def _handle(self, client: _Client, frame: frames.Frame) -> None:
         """Raises InvalidFrame."""
         if isinstance(frame, frames.Write) and client.writer is not None:
-            for answer in self._writes.write(client.writer.holder, frame):
-                self._answer(client, answer)
+            holder = client.writer.holder
+            for answer in self._writes.write(holder, frame):
+                if not self._answer(client, holder, answer):
+                    break  # else it would be granted slots that nobody ever takes back
         elif isinstance(frame, frames.Used) and client.is_attached and client.writer is None:
             self._on_used(frame)
         elif isinstance(frame, frames.Hello) and client.refused is not None:
@@ -308,11 +313,19 @@ class LocalServer:
         self._selector.unregister(writer.pidfd)
         os.close(writer.pidfd)
 
-    def _answer(self, client: _Client, frame: frames.Written) -> None:
+    def _answer(self, client: _Client, holder: int, frame: frames.Written) -> bool:
+        """Whether it was sent."""
         try:
             client.socket.send(frames.encode(frame))
-        except OSError:  # it is gone, or does not read what it asked for
+        except (BrokenPipeError, ConnectionResetError):
+            # It has gone. What it said before is still read: what it gives back, above all.
+            self._writes.undelivered(holder, frame)
+        except OSError:  # it does not read what it asked for
+            self._writes.undelivered(holder, frame)
             self._drop(client)
+        else:
+            return True
+        return False
 
     def _refuse(self, client: _Client, refused: frames.Refused) -> None:
         log.warning("local.refused", extra={"error": refused.error, "why": refused.message})

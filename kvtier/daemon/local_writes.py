@@ -5,7 +5,7 @@ the store makes the page findable. The payload is not read here: its sum is its 
 verified by every get and before the page leaves host memory. A slot that is not a live grant of
 this very writer is never touched.
 
-`write`, `expire`, `ended` and `exited` belong to the local server's thread; what has to be known on
+All methods belong to the local server's thread; what has to be known on
 the event loop is told to it before the answer goes out.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from kvtier.core.page import KEY_BYTES, NO_SUM, SUM_BYTES, Codec, PageMeta, PageRef, PutCode
 from kvtier.core.store import Store
 from kvtier.errors import DaemonUnavailable
-from kvtier.packing.record import HEADER_BYTES, RecordHeader, encode_header, record_bytes
+from kvtier.packing.record import HEADER_BYTES, encode_header, record_bytes
 from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.local import frames
@@ -119,6 +119,11 @@ class LocalWrites:
         """Its process has ended."""
         self._store.grants.settle(holder)
 
+    def undelivered(self, holder: int, answer: frames.Written) -> None:
+        """It did not get this answer, and never will: nobody knows of the slots in it."""
+        generations = np.frombuffer(answer.generations, "<u8").tolist()
+        self._store.grants.give_back(holder, generations)
+
     def _is_layout(self, frame: frames.Write) -> bool:
         """Somebody has opened that namespace, and its pages have this length."""
         subject = self._subject_of(frame.namespace, frame.shard, _NO_PARENT)
@@ -140,39 +145,14 @@ class LocalWrites:
                 # A grant that is named twice is sealed as the first page.
                 if ref is not None and ref.generation not in written:
                     written.add(ref.generation)
-                    self._write_header(subject, ref, meta)
+                    header = subject.identity.header(meta, ref)
+                    self._arena.view(ref.slot, 0, HEADER_BYTES)[:] = encode_header(header)
         crash_point("local.written")
         codes = self._store.grants.seal_many(
             holder, frame.namespace, frame.shard, generations, metas
         ).tobytes()
         crash_point("local.sealed")
         return codes
-
-    def _write_header(self, subject: Subject, ref: PageRef, meta: PageMeta) -> None:
-        header = RecordHeader(
-            fingerprint=subject.identity.fingerprint,
-            namespace_generation=subject.identity.generation,
-            shard=subject.shard,
-            key=meta.key,
-            length=meta.length,
-            codec=meta.codec,
-            lossy=meta.lossy,
-            payload_sum=meta.payload_sum,
-            origin_sum=meta.origin_sum,
-            generation=ref.generation,
-            # One counter numbers allocations, so it orders the copies of a key too.
-            sequence=ref.generation,
-            tier=ref.tier,
-            slot=ref.slot,
-            parent=meta.parent,
-            depth=meta.depth,
-            session=meta.session,
-            ttl_ms=meta.ttl_ms,
-            priority=meta.priority,
-            boot_id=ref.boot_id,
-            created_ms=0,
-        )
-        self._arena.view(ref.slot, 0, HEADER_BYTES)[:] = encode_header(header)
 
     def _tell(self, frame: frames.Write, metas: Sequence[PageMeta], codes: bytes) -> None:
         if not codes and not frame.known:

@@ -17,7 +17,7 @@ from kvtier.core.page import KEY_BYTES, NO_SUM, Codec, PageMeta, PageRef, PutCod
 from kvtier.core.store import Store
 from kvtier.errors import ChunkError, KeyLengthError, LimitExceeded, NonFinite
 from kvtier.packing.fp8_check import check_payload
-from kvtier.packing.record import HEADER_BYTES, RecordHeader, encode_header, record_bytes
+from kvtier.packing.record import HEADER_BYTES, encode_header, record_bytes
 from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.place import Place, Verify, load
@@ -173,7 +173,7 @@ class Intake:
             with filling:
                 page.code = self._check(page.meta, page.target)
                 if page.code is PutCode.STORED:
-                    header = self._header(page.meta, filling.ref)
+                    header = self._place.header(page.meta, filling.ref)
                     self._arena.view(filling.ref.slot, 0, HEADER_BYTES)[:] = encode_header(header)
                     crash_point("put.verified")
                     page.code = filling.seal()
@@ -193,31 +193,6 @@ class Intake:
             except NonFinite:
                 return PutCode.NONFINITE
         return PutCode.STORED
-
-    def _header(self, meta: PageMeta, ref: PageRef) -> RecordHeader:
-        return RecordHeader(
-            fingerprint=self._place.fingerprint,
-            namespace_generation=self._place.generation,
-            shard=self._place.shard,
-            key=meta.key,
-            length=meta.length,
-            codec=meta.codec,
-            lossy=meta.lossy,
-            payload_sum=meta.payload_sum,
-            origin_sum=meta.origin_sum,
-            generation=ref.generation,
-            # One counter numbers allocations, so it orders the copies of a key too.
-            sequence=ref.generation,
-            tier=ref.tier,
-            slot=ref.slot,
-            parent=meta.parent,
-            depth=meta.depth,
-            session=meta.session,
-            ttl_ms=meta.ttl_ms,
-            priority=meta.priority,
-            boot_id=ref.boot_id,
-            created_ms=0,
-        )
 
 
 class _Incoming:

@@ -52,6 +52,32 @@ class Identity:
             length=meta.length,
         )
 
+    def header(self, meta: PageMeta, ref: PageRef) -> RecordHeader:
+        """Of a page that its maker has just put at `ref`."""
+        return RecordHeader(
+            fingerprint=self.fingerprint,
+            namespace_generation=self.generation,
+            shard=self.shard,
+            key=meta.key,
+            length=meta.length,
+            codec=meta.codec,
+            lossy=meta.lossy,
+            payload_sum=meta.payload_sum,
+            origin_sum=meta.origin_sum,
+            generation=ref.generation,
+            # One counter numbers allocations, so it orders the copies of a key too.
+            sequence=ref.generation,
+            tier=ref.tier,
+            slot=ref.slot,
+            parent=meta.parent,
+            depth=meta.depth,
+            session=meta.session,
+            ttl_ms=meta.ttl_ms,
+            priority=meta.priority,
+            boot_id=ref.boot_id,
+            created_ms=0,
+        )
+
     def made(self, header: RecordHeader) -> bool:
         """The record belongs to this shard of this namespace generation."""
         return (header.fingerprint, header.namespace_generation, header.shard) == (

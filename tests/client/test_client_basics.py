@@ -338,6 +338,7 @@ def test_salt_and_tenant_keep_apart(kv, layout, make_pages):
         ({"ttl": -1}, kvtier.LimitExceeded),
         ({"ttl": float("nan")}, kvtier.LimitExceeded),
         ({"session": "x" * 257}, kvtier.LimitExceeded),
+        ({"session": "\udc80"}, kvtier.LimitExceeded),
         ({"depth": -1}, kvtier.LimitExceeded),
         ({"priority": 2**31}, kvtier.LimitExceeded),
         ({"durable": "disk"}, kvtier.LimitExceeded),

@@ -100,6 +100,9 @@ class Writes:
     def exited(self, holder: int) -> None:
         self.told.append(("exited", holder))
 
+    def undelivered(self, holder: int, answer: Written) -> None:
+        self.told.append(("undelivered", holder))
+
     def of(self, holder: int) -> list[str]:
         return [what for what, who in self.told if who == holder]
 
@@ -312,6 +315,18 @@ def test_a_writer_that_is_killed_has_exited(rig: Rig) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     rig.wait(lambda: rig.writes.of(1) == ["write", "ended", "exited"])
+
+
+def test_what_a_writer_said_before_it_went_is_heard(rig: Rig) -> None:
+    """Also when answers were not read, or can no longer be sent."""
+    for holder in range(1, 9):
+        writer = rig.attach(WRITER)
+        for number in range(5):
+            writer.send(encode(write(number)))
+        writer.close()
+        rig.wait(lambda holder=holder: "ended" in rig.writes.of(holder))
+        told = [what for what in rig.writes.of(holder) if what != "undelivered"]
+        assert told == ["write"] * 5 + ["ended"]
 
 
 def test_a_refused_write_ends_the_writer(rig: Rig) -> None:

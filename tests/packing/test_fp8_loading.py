@@ -110,6 +110,7 @@ def begin(install: Path, home: Path) -> subprocess.Popen[str]:
     return start(cwd=install, env={**environment, "NUMBA_OPT": "0"})
 
 
+@pytest.mark.soak
 def test_where_no_folder_takes_a_cache(install, tmp_path):
     nowhere = tmp_path / "file"
     nowhere.touch()

@@ -8,8 +8,6 @@ from typing import Protocol
 
 from kvtier.core.page import PageMeta, PageRef, PutCode
 from kvtier.packing.record import HEADER_BYTES, encode_header, record_bytes
-from kvtier.transfer.intake import Intake
-from kvtier.transfer.place import Verify
 from tests.sim.boot import Boot
 from tests.sim.oracle import Space
 
@@ -72,16 +70,13 @@ class LocalPuts:
             self._grants.settle(holder)
 
     def _seal(self, space: Space, put: _Put, written: Sequence[PageRef], at: int) -> None:
-        place, store = space.place, self._boot.store
+        place = space.place
         metas = put.metas[at : at + len(written)]
         generations = [ref.generation for ref in written]
-        maker = Intake(
-            store, self._boot.arena, place, pages_max=1, bytes_max=1, verify=Verify.ALWAYS
-        )
         live = self._grants.refs(put.version, generations)
         for ref, meta in zip(live, metas, strict=True):
             if ref is not None:
-                header = encode_header(maker._header(meta, ref))
+                header = encode_header(place.header(meta, ref))
                 self._boot.arena.view(ref.slot, 0, HEADER_BYTES)[:] = header
         codes = self._grants.seal_many(
             put.version, place.namespace, place.shard, generations, metas
