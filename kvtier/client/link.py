@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias
 
 from kvtier.client.codec_thread import CodecThread
 from kvtier.client.flushing import Unflushed
+from kvtier.client.held_thread import HeldThread
 from kvtier.client.local_attachment import LocalAttachment
 from kvtier.client.settings import PlaneChoice, Settings, checked_seconds
 from kvtier.core.page import KEY_BYTES, GetCode
@@ -97,6 +98,7 @@ class Link:
         self._handles: dict[tuple[bytes, Shard], OpenedNamespace] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.codec = CodecThread()
+        self.putting = HeldThread()
         self.local = LocalAttachment(
             settings.client_name, is_wanted=settings.plane is PlaneChoice.AUTO
         )
@@ -196,6 +198,7 @@ class Link:
             return
         self._is_closed = True
         self.codec.close()
+        self.putting.close()
         await self.local.close()
         try:
             if self._session_id:

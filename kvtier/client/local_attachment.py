@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.client.local_link import LocalLink
+from kvtier.client.local_puts import LocalPuts, PutCounts, PutTally
 from kvtier.client.local_reads import LocalCounts, LocalReads
-from kvtier.client.local_writes import LocalWrites, WriteCounts
 from kvtier.errors import KvtierError
 from kvtier.packing.bulk_sums import load_summer
 from kvtier.transfer.local.loading import load_kernels
@@ -71,7 +71,7 @@ class LocalState:
     counts: LocalCounts
     untold: int
     not_writing: str
-    puts: WriteCounts
+    puts: PutCounts
 
 
 class LocalAttachment:
@@ -80,11 +80,11 @@ class LocalAttachment:
         self._is_wanted = is_wanted
         self._lock = threading.Lock()  # of everything below
         self._reads: LocalReads | None = None
-        self._writes: LocalWrites | None = None  # with _reads
+        self._puts: LocalPuts | None = None  # with _reads
         self._offer: tuple[str, int] | None = None  # socket and boot
         self._reason = "no namespace was opened yet" if is_wanted else 'plane is "grpc"'
         self._counts = LocalCounts()  # of attachments that have ended
-        self._puts = WriteCounts()
+        self._tally = PutTally()
         self._untold = 0
         self._thread: threading.Thread | None = None
         self._try_at = 0.0
@@ -98,19 +98,17 @@ class LocalAttachment:
     def state(self) -> LocalState:
         with self._lock:
             reads, counts, untold = self._reads, self._counts, self._untold
-            writes, puts = self._writes, self._puts
+            puts = self._puts
             if reads is not None:
                 counts, untold = counts + reads.counts, untold + reads.link.untold
-            if writes is not None:
-                puts += writes.counts
             return LocalState(
                 is_attached=reads is not None,
                 reason="" if reads is not None else self._reason,
                 kernels=reads.link.view.kernels if reads is not None else "",
                 counts=counts,
                 untold=untold,
-                not_writing=self._reason if writes is None else writes.reason,
-                puts=puts,
+                not_writing=self._reason if puts is None else puts.reason,
+                puts=self._tally.counts,
             )
 
     def reads(self, boot_id: int) -> LocalReads | None:
@@ -124,10 +122,13 @@ class LocalAttachment:
             self._begin()
         return None
 
-    def writes(self, boot_id: int) -> LocalWrites | None:
+    def puts(self, boot_id: int) -> LocalPuts | None:
         """What writes to the memory of this boot, while `reads` has it."""
-        reads, writes = self.reads(boot_id), self._writes
-        return None if reads is None else writes
+        if self.reads(boot_id) is None:
+            return None
+        with self._lock:
+            reads, puts = self._reads, self._puts
+        return puts if reads is not None and reads.link.boot_id == boot_id else None
 
     def offered(self, socket_path: str, boot_id: int) -> None:
         """A daemon of this boot answers, and has a control socket there (empty: none)."""
@@ -187,7 +188,13 @@ class LocalAttachment:
             is_wanted = not self._is_closed and self._offer == (socket_path, boot_id)
             if is_wanted:
                 self._reads = LocalReads(link, self._tell_soon, self._ended)
-                self._writes = LocalWrites(link, socket_path, self._client_name, self._rest_soon)
+                self._puts = LocalPuts(
+                    link,
+                    socket_path,
+                    self._client_name,
+                    tally=self._tally,
+                    rest_soon=self._rest_soon,
+                )
                 self._pause_s = _RETRY_S
         if is_wanted:
             self._on_loop(self._watch)
@@ -216,11 +223,10 @@ class LocalAttachment:
     def _let_go(self, why: str) -> None:
         with self._lock:
             reads, self._reads = self._reads, None
-            writes, self._writes = self._writes, None
-            if reads is None or writes is None:
+            puts, self._puts = self._puts, None
+            if reads is None or puts is None:
                 return
             self._counts += reads.counts
-            self._puts += writes.counts
             self._untold += reads.link.untold
             self._reason = why
             self._try_at = time.monotonic() + self._pause_s
@@ -231,7 +237,7 @@ class LocalAttachment:
             reads.link.close()
 
         # Calls that run keep the memory until they end; it is unmapped by whoever is the last.
-        writes.close()
+        puts.close()
         reads.link.view.close()
         if not self._on_loop(close):
             reads.link.close()
@@ -266,6 +272,6 @@ class LocalAttachment:
             self._resting = self._loop.call_later(_REST_S, self._rest)
 
     def _rest(self) -> None:
-        writes = self._writes
-        if writes is not None and writes.rest():
+        puts = self._puts
+        if puts is not None and puts.rest():
             self._rest_later()

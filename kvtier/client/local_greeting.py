@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,10 +71,9 @@ def greeted(
     welcomed = Welcomed(control)
     try:
         try:
-            control.settimeout(min(within_s, _ATTACH_S_MAX))
             control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             hello = frames.Hello(version=frames.VERSION, client=client_name, writes=int(writes))
-            packet = _exchange(control, path, hello, welcomed.fds)
+            packet = _exchange(control, path, hello, welcomed.fds, min(within_s, _ATTACH_S_MAX))
         except OSError as error:
             raise DaemonUnavailable(f"{path}: {error.strerror or error}", remedy=_REMEDY) from error
         expected = 1 if writes else 2
@@ -86,8 +86,12 @@ def greeted(
             control.close()
 
 
-def _exchange(control: socket.socket, path: str, hello: frames.Hello, fds: list[int]) -> bytes:
+def _exchange(
+    control: socket.socket, path: str, hello: frames.Hello, fds: list[int], within_s: float
+) -> bytes:
     """Says hello; the answer, with the descriptors that came with it in `fds`."""
+    end = time.monotonic() + within_s
+    control.settimeout(within_s)
     control.connect(path)
     _, uid, _ = _CREDENTIALS.unpack(
         control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -97,7 +101,9 @@ def _exchange(control: socket.socket, path: str, hello: frames.Hello, fds: list[
             f"{path}: uid {uid} answers, and this process has uid {os.geteuid()}",
             remedy="run both as one user for shared memory; calls go over gRPC",
         )
+    control.settimeout(max(0.001, end - time.monotonic()))
     control.send(frames.encode(hello))
+    control.settimeout(max(0.001, end - time.monotonic()))
     # MSG_CMSG_CLOEXEC: a child that is started meanwhile must not inherit them.
     packet, received, _, _ = socket.recv_fds(
         control, frames.FRAME_BYTES_MAX, 2, socket.MSG_CMSG_CLOEXEC

@@ -9,6 +9,7 @@ A LocalPut belongs to one call and one thread.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -16,14 +17,13 @@ from typing import Final
 import numpy as np
 
 from kvtier.client.buffers import address_of
-from kvtier.client.local_writer import Grant, LocalWriter, Pages
+from kvtier.client.local_channel import Grant, LocalChannel, Pages
+from kvtier.client.local_link import LocalLink
 from kvtier.client.writing import Writer
 from kvtier.core.page import KEY_BYTES, Codec, PageRef, PutCode, Tier
 from kvtier.errors import DeadlineExceeded
-from kvtier.packing.bulk_sums import Summer
 from kvtier.packing.checksum import bound_blocks
 from kvtier.transfer.local.frames import GRANTS_PER_FRAME_MAX, PAGES_PER_FRAME_MAX
-from kvtier.transfer.local.lookup import DirectoryView
 from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import OpenedNamespace
 
@@ -31,28 +31,35 @@ __all__ = ["LocalPut"]
 
 #: Copied between two seals: the daemon seals the one slice while the next is copied.
 _SLICE_BYTES: Final = 4 << 20
+#: Frames that wait for their answer: the daemon cuts off who does not read them.
+_UNANSWERED_MAX: Final = 8
+#: How often a put asks for slots when it has none, before it is left to gRPC.
+_ASKED_MAX: Final = 2
 _NO_PARENT: Final = bytes(KEY_BYTES)
 
 
 class LocalPut:
-    """`left` are the indices that are left to the daemon; all others have their outcome."""
+    """`left` are the indices that are left to the daemon; all others have their outcome. Once
+    `stop` is set the caller's memory is read no more after the slice that is being copied.
+    """
 
     def __init__(
         self,
-        channel: LocalWriter,
-        view: DirectoryView,
-        summer: Summer,
+        channel: LocalChannel,
+        link: LocalLink,
         writer: Writer,
         opened: OpenedNamespace,
+        *,
         deadline: Deadline,
+        stop: threading.Event,
     ) -> None:
         self._channel = channel
-        self._view = view
-        self._summer = summer
+        self._view = link.view
+        self._summer = link.summer
         self._writer = writer
         self._opened = opened
         self._deadline = deadline
-        self._under_way: dict[int, tuple[list[int], list[Grant]]] = {}
+        self._stop = stop
         self._length = writer.layout.raw_bytes
         hints = writer.options.hints
         self._pages = Pages(
@@ -64,58 +71,58 @@ class LocalPut:
             ttl_ms=hints.ttl_ms,
             priority=hints.priority,
         )
-        self._unsent: list[int] = []
+        self._open = set(range(len(writer.keys)))  # pages without an outcome
+        self._under_way: dict[int, tuple[list[int], list[Grant]]] = {}  # by number of the frame
         self.left: list[int] = []
         self.stored = 0
         self.existed = 0
+        self.timed_out = 0
+        #: The daemon had no more slots to give.
+        self.is_starved = False
 
     def run(self) -> None:
         """Does the put. Raises ClientClosed when the link ends meanwhile, DaemonUnavailable and
-        InvalidFrame when the writer has: then what has no outcome is in `left`.
+        InvalidFrame when the channel has: then what has no outcome is in `left`.
         """
-        unseen = deque(range(len(self._writer.keys)))
         try:
-            self._look(unseen)
-            self._write(unseen)
+            self._write(self._look())
         except DeadlineExceeded:
-            self._writer.fail([*self._without_answer(), *unseen], PutCode.TIMEOUT)
-            unseen.clear()
-        except BaseException:
-            self.left += [*self._without_answer(), *unseen]
-            raise
-        self.left += unseen
+            late, self._open = sorted(self._open), set()
+            self._writer.fail(late, PutCode.TIMEOUT)
+            self.timed_out = len(late)
+        finally:
+            self.left = sorted([*self.left, *self._open])
 
-    def _without_answer(self) -> list[int]:
-        return self._unsent + [
-            index for indices, _ in self._under_way.values() for index in indices
-        ]
-
-    def _look(self, unseen: deque[int]) -> None:
-        """Gives the pages that are there their outcome, and takes them out of `unseen`."""
+    def _look(self) -> deque[int]:
+        """Gives the pages that are there their outcome; the others."""
         keys, namespace = self._writer.keys, self._pages.namespace
         found = self._view.lookup(keys, namespace=namespace, shard=self._pages.shard)
-        is_there = found.hits & (found.lossy == np.uint64(0))
+        # A copy of a lower tier may be on its way out with its device: the daemon judges it.
+        is_there = found.hits & (found.lossy == np.uint64(0)) & (found.tiers == Tier.HOST)
         if not is_there.any():
-            return
+            return deque(range(len(keys)))
         if not self._view.namespace_is_current(namespace, self._opened.generation):
-            return
+            return deque(range(len(keys)))
         there = np.flatnonzero(is_there).tolist()
+        # They are told and answered, so that a flush that follows knows of them.
         for at in range(0, len(there), PAGES_PER_FRAME_MAX):
-            known = b"".join(keys[index] for index in there[at : at + PAGES_PER_FRAME_MAX])
-            number = self._channel.send(self._pages, self._deadline, known=known)
-            self._under_way[number] = ([], [])
-        for index in there:
-            self._writer.settle(index, PutCode.EXISTS, None)
-        self.existed += len(there)
-        unseen.clear()
-        unseen.extend(np.flatnonzero(~is_there).tolist())
+            self._check()
+            some = there[at : at + PAGES_PER_FRAME_MAX]
+            known = b"".join(keys[index] for index in some)
+            self._under_way[self._channel.send(self._pages, self._deadline, known=known)] = ([], [])
+            for index in some:
+                self._settled(index, PutCode.EXISTS, None)
+            while len(self._under_way) > _UNANSWERED_MAX:
+                self._settle(wait=True)
+        return deque(np.flatnonzero(~is_there).tolist())
 
     def _write(self, todo: deque[int]) -> None:
         # Twice as many as are used, so that the next put does not wait for what this one asks for.
         channel, ahead = self._channel, 2 * len(todo)
         step = min(max(1, _SLICE_BYTES // self._length), PAGES_PER_FRAME_MAX)
+        asked = 0
         while todo:
-            self._deadline.remaining()
+            self._check()
             grants = channel.take(self._length, min(len(todo), step))
             if grants:
                 self._write_slice([todo.popleft() for _ in grants], grants, len(todo) + ahead)
@@ -123,24 +130,30 @@ class LocalPut:
                     pass
             elif channel.unanswered:
                 self._settle(wait=True)
-            elif not self._ask(len(todo)):
-                return  # the daemon has none to give
+            elif asked < _ASKED_MAX:
+                asked += 1
+                self._ask(len(todo))
+            else:
+                self.is_starved = True
+                break
         while self._under_way:
             self._settle(wait=True)
 
-    def _ask(self, count: int) -> bool:
-        """Asks for slots and waits for the answer; whether there are some."""
+    def _ask(self, count: int) -> None:
+        """Asks for slots and waits for the answer."""
+        self._channel.spare(self._length)
         number = self._channel.send(self._pages, self._deadline, wanted=count)
         self._under_way[number] = ([], [])
         while number in self._under_way:
             self._settle(wait=True)
-        return self._channel.coming(self._length) > 0
 
     def _write_slice(self, indices: list[int], grants: list[Grant], useful: int) -> None:
         channel, is_sent = self._channel, False
         try:
             sums = self._copy(indices, grants)
             keys, parents, depths = self._names(indices)
+            # Looked at last: when it is set, the pages may have changed under the copy.
+            self._check()
             number = channel.send(
                 self._pages,
                 self._deadline,
@@ -156,7 +169,12 @@ class LocalPut:
         finally:
             if not is_sent:
                 channel.put_back(self._length, grants)
-                self._unsent = indices
+
+    def _check(self) -> None:
+        """Raises DeadlineExceeded."""
+        self._deadline.remaining()
+        if self._stop.is_set():
+            raise DeadlineExceeded("the put was given up", remedy="put again")
 
     def _copy(self, indices: Sequence[int], grants: Sequence[Grant]) -> bytes:
         """Copies pages into their slots; the sums of what the slots hold then."""
@@ -192,7 +210,7 @@ class LocalPut:
 
     def _settle(self, *, wait: bool) -> bool:
         """Takes one answer, if there is one."""
-        answer = self._channel.receive(self._deadline if wait else None)
+        answer = self._channel.receive(self._deadline if wait else None, self._stop)
         if answer is None:
             return False
         indices, grants = self._under_way.pop(answer.number, ([], []))
@@ -200,11 +218,16 @@ class LocalPut:
         for index, grant, code in zip(indices, grants, codes, strict=True):
             if code == PutCode.STORED:
                 ref = PageRef(self._opened.boot_id, Tier.HOST, grant.slot, grant.generation)
-                self._writer.settle(index, PutCode.STORED, ref)
-                self.stored += 1
+                self._settled(index, PutCode.STORED, ref)
             elif code == PutCode.EXISTS:
-                self._writer.settle(index, PutCode.EXISTS, None)
-                self.existed += 1
+                self._settled(index, PutCode.EXISTS, None)
             else:
+                self._open.discard(index)
                 self.left.append(index)
         return True
+
+    def _settled(self, index: int, code: PutCode, ref: PageRef | None) -> None:
+        self._open.discard(index)
+        self._writer.settle(index, code, ref)
+        self.stored += code is PutCode.STORED
+        self.existed += code is PutCode.EXISTS

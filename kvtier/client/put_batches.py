@@ -9,7 +9,7 @@ Functions run on the connection's event loop, unless they say otherwise.
 
 from __future__ import annotations
 
-import asyncio
+import threading
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.client.arguments import PutCall
 from kvtier.client.batches import limits_of
 from kvtier.client.codec_thread import pack
-from kvtier.client.local_writes import LocalWrites
+from kvtier.client.local_puts import LocalPuts
 from kvtier.client.results import PutResult
 from kvtier.client.writing import Writer
 from kvtier.core.page import Durability, PutCode
@@ -57,36 +57,33 @@ _PUT_CODES: Final[dict[type[KvtierError], PutCode]] = {
 
 @dataclass(slots=True)
 class BegunPut:
-    """A put of which some pages (`left`) still have to go to the daemon."""
+    """A put of which some pages (`left`) still have to go to the daemon. `opened` is what pages
+    were put under, if any were.
+    """
 
     writer: Writer
     left: Sequence[int]
+    opened: OpenedNamespace | None = None
 
 
 def begin_put(ns: AsyncNamespace, call: PutCall) -> BegunPut:
     """Puts what shared memory takes. Any thread; waits for the daemon within the deadline."""
-    begun, writes = _put_of(ns, call)
-    if writes is not None and ns.opened is not None:
-        _put_here(ns, call, begun, writes, ns.opened)
+    begun, puts = _put_of(ns, call)
+    if puts is not None and begun.opened is not None:
+        _put_here(ns, call, begun, puts, begun.opened, threading.Event())
     return begun
 
 
 async def begin_put_on_loop(ns: AsyncNamespace, call: PutCall) -> BegunPut:
     """As `begin_put`, in another thread, which has let go of the pages when this ends."""
-    begun, writes = _put_of(ns, call)
-    opened = ns.opened
-    if writes is not None and opened is not None:
-        work = asyncio.ensure_future(asyncio.to_thread(_put_here, ns, call, begun, writes, opened))
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            writes.stop()
-            await asyncio.wait([work])
-            raise
+    begun, puts = _put_of(ns, call)
+    if puts is not None and begun.opened is not None:
+        work = partial(_put_here, ns, call, begun, puts, begun.opened)
+        await ns.link.putting.run(work, call.deadline)
     return begun
 
 
-def _put_of(ns: AsyncNamespace, call: PutCall) -> tuple[BegunPut, LocalWrites | None]:
+def _put_of(ns: AsyncNamespace, call: PutCall) -> tuple[BegunPut, LocalPuts | None]:
     codec, layout = call.options.codec, ns.layout
 
     async def packed(raw: memoryview) -> memoryview | None:
@@ -94,19 +91,22 @@ def _put_of(ns: AsyncNamespace, call: PutCall) -> tuple[BegunPut, LocalWrites | 
 
     writer = Writer(layout, call.keys, call.rows, call.options, pack=packed)
     opened = ns.opened
-    writes = None if opened is None or not call.keys else ns.link.local.writes(opened.boot_id)
-    return BegunPut(writer, range(len(call.keys))), writes
+    puts = None if opened is None or not call.keys else ns.link.local.puts(opened.boot_id)
+    return BegunPut(writer, range(len(call.keys)), None if puts is None else opened), puts
 
 
 def _put_here(
     ns: AsyncNamespace,
     call: PutCall,
     begun: BegunPut,
-    writes: LocalWrites,
+    puts: LocalPuts,
     opened: OpenedNamespace,
+    stop: threading.Event,
 ) -> None:
-    begun.left = writes.put(begun.writer, opened, call.deadline)
-    ns.link.stored(opened, begun.writer.stored)
+    try:
+        begun.left = puts.put(begun.writer, opened, call.deadline, stop)
+    finally:
+        ns.link.stored(opened, begun.writer.stored)
 
 
 async def finish_put(ns: AsyncNamespace, call: PutCall, begun: BegunPut) -> None:
@@ -117,6 +117,11 @@ async def finish_put(ns: AsyncNamespace, call: PutCall, begun: BegunPut) -> None
     done = 0
 
     async def send(opened: OpenedNamespace) -> int:
+        before = begun.opened
+        if before is not None and _name(before) != _name(opened):
+            # Opened anew meanwhile, perhaps for other weights: the pages are not of those.
+            writer.fail(indices[done:], PutCode.STALE_GENERATION)
+            return len(indices) - done
         limits = limits_of(ns)
         count = max(min(limits.pages_per_put_max, limits.bytes_per_call_max // length), 1)
         some = indices[done : done + count]
@@ -147,6 +152,10 @@ async def finish_put(ns: AsyncNamespace, call: PutCall, begun: BegunPut) -> None
                 raise
             writer.fail(indices[done:], code)
             break
+
+
+def _name(opened: OpenedNamespace) -> tuple[bytes, int]:
+    return opened.fingerprint, opened.generation
 
 
 def done_put(call: PutCall, begun: BegunPut) -> PutResult:

@@ -39,6 +39,8 @@ __all__ = ["Grants"]
 
 _TIER = Tier.HOST
 _STORED = PutCode.STORED
+#: All holders together have as much as so many may: more of them must not empty the tier.
+_HOLDERS = 10
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Grants:
         allocator = residents.allocators.get(_TIER)
         capacity_bytes = allocator.capacity_bytes if allocator is not None else 0
         self._holder_bytes_max = int(capacity_bytes * config.grants_share)
+        self._all_bytes_max = _HOLDERS * self._holder_bytes_max
         self._orphaned_bytes_max = int(capacity_bytes * config.quarantine_share)
         self._held: dict[int, _Held] = {}
         #: (deadline, number of the take, holder, generations): those that have ended since, too.
@@ -98,9 +101,9 @@ class Grants:
         """Up to `count` slots for records of this size, for this holder until `deadline`. May
         evict.
 
-        Fewer, or none: the holder has its share of the tier (it gets one record in any case, if it
-        holds nothing), writers that did not stop keep their share of it, everything is in use, or
-        the table is full. ValueError for a size that no slot has.
+        Fewer, or none: the holder has its share of the tier, or all together have theirs (it gets
+        one record in any case, if it holds nothing), writers that did not stop keep their share of
+        it, everything is in use, or the table is full. ValueError for a size that no slot has.
         """
         with self._lock:
             allocator = self._residents.allocators.get(_TIER)
@@ -242,9 +245,11 @@ class Grants:
         if orphaned >= self._orphaned_bytes_max:
             return 0
         held = self._held.get(holder)
-        if held is None:
-            return max(1, self._holder_bytes_max // record_bytes)
-        return max(0, self._holder_bytes_max - held.nbytes) // record_bytes
+        left = min(
+            self._holder_bytes_max - (held.nbytes if held is not None else 0),
+            self._all_bytes_max - self._granted_bytes,
+        )
+        return max(0 if held is not None else 1, left // record_bytes)
 
     def _grant(self, holder: int, row: int, record_bytes: int) -> PageRef:
         ref = self._ref(row)

@@ -19,8 +19,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -71,6 +71,7 @@ class _Client:
     hello_by: float
     is_attached: bool = False
     writer: _Writer | None = None
+    is_gone: bool = False  # there may be packets of it that were not read yet
     #: Told when it has said hello: what is sent to one that has unread packets gets lost.
     refused: frames.Refused | None = None
 
@@ -161,21 +162,35 @@ class LocalServer:
             for key, _ in self._selector.select(self._wait_s()):
                 if key.fileobj == self._wake_r:
                     return
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif isinstance(key.data, _Writer):
-                    self._exited(key.data)
-                elif key.data in self._clients:
-                    self._take(key.data)
+                with self._guarded():
+                    self._happened(key)
             now = time.monotonic()
             if self._writers and now >= expire_at:
-                self._writes.expire()
+                with self._guarded():
+                    self._writes.expire()
                 expire_at = now + _EXPIRE_S
             for client in [c for c in self._clients if not c.is_attached and c.hello_by < now]:
-                self._drop(client)
+                with self._guarded():
+                    self._drop(client)
             if self._accepts_at and self._accepts_at <= now:
                 self._accepts_at = 0.0
                 self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _happened(self, key: selectors.SelectorKey) -> None:
+        if key.fileobj is self._listener:
+            self._accept()
+        elif isinstance(key.data, _Writer):
+            self._exited(key.data)
+        elif key.data in self._clients:
+            self._take(key.data)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """The thread serves all clients: what goes wrong with one must not end it."""
+        try:
+            yield
+        except Exception:
+            log.exception("task.crashed", extra={"task": "local"})
 
     def _wait_s(self) -> float | None:
         if self._accepts_at:
@@ -241,9 +256,8 @@ class LocalServer:
                 refused = frames.Refused(error=kind, message=message, remedy=error.remedy)
                 self._refuse(client, refused)
             except Exception:
-                # The thread serves all clients.
-                log.exception("task.crashed", extra={"task": "local"})
                 self._drop(client)
+                raise
             if client not in self._clients:
                 return
 
@@ -251,6 +265,8 @@ class LocalServer:
         """Raises InvalidFrame."""
         if isinstance(frame, frames.Write) and client.writer is not None:
             holder = client.writer.holder
+            if client.is_gone:
+                frame = replace(frame, wanted=0)
             for answer in self._writes.write(holder, frame):
                 if not self._answer(client, holder, answer):
                     break  # else it would be granted slots that nobody ever takes back
@@ -318,7 +334,8 @@ class LocalServer:
         try:
             client.socket.send(frames.encode(frame))
         except (BrokenPipeError, ConnectionResetError):
-            # It has gone. What it said before is still read: what it gives back, above all.
+            # What it said before is still read: what it gives back, above all.
+            client.is_gone = True
             self._writes.undelivered(holder, frame)
         except OSError:  # it does not read what it asked for
             self._writes.undelivered(holder, frame)

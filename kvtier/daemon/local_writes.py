@@ -27,13 +27,13 @@ from kvtier.tiers.host import HostArena
 from kvtier.transfer.local import frames
 from kvtier.transfer.mover import Subject
 
-__all__ = ["LocalPut", "LocalWrites"]
+__all__ = ["PutReport", "LocalWrites"]
 
 _NO_PARENT = bytes(KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalPut:
+class PutReport:
     """What one WRITE came to, for those who keep count on the event loop."""
 
     session_id: int
@@ -55,7 +55,7 @@ class LocalWrites:
         grant_s: float,
         subject_of: Callable[[int, int, bytes], Subject | None],
         is_serving: Callable[[], bool],
-        on_put: Callable[[LocalPut], None],
+        on_put: Callable[[PutReport], None],
     ) -> None:
         self._store = store
         self._arena = arena
@@ -65,8 +65,9 @@ class LocalWrites:
         self._on_put = on_put
 
     def write(self, holder: int, frame: frames.Write) -> Iterator[frames.Written]:
-        """Seals, takes back and grants: the answers, to be sent one by one as they come. Raises
-        DaemonUnavailable while draining, LimitExceeded for a number that no record holds.
+        """Takes back and seals, then grants: the answers, to be sent one by one as they come. Who
+        does not ask for the second grants nothing. Raises DaemonUnavailable while draining,
+        LimitExceeded for a number that no record holds.
         """
         if not self._is_serving():
             raise DaemonUnavailable(
@@ -134,19 +135,20 @@ class LocalWrites:
             return b""
         generations = np.frombuffer(frame.generations, np.uint64).tolist()
         subject = self._subject_of(frame.namespace, frame.shard, _NO_PARENT)
-        if subject is not None and not _takes(subject, frame.length):
-            # A get of that namespace could never read them, and they would keep others out.
+        if subject is None or not _takes(subject, frame.length):
+            # The namespace has ended; or a get of it could never read such pages, and they would
+            # keep others out.
             self._store.grants.give_back(holder, generations)
-            return bytes([PutCode.REFUSED]) * len(metas)
-        if subject is not None:
-            refs = self._store.grants.refs(holder, generations)
-            written: set[int] = set()
-            for ref, meta in zip(refs, metas, strict=True):
-                # A grant that is named twice is sealed as the first page.
-                if ref is not None and ref.generation not in written:
-                    written.add(ref.generation)
-                    header = subject.identity.header(meta, ref)
-                    self._arena.view(ref.slot, 0, HEADER_BYTES)[:] = encode_header(header)
+            code = PutCode.STALE_GENERATION if subject is None else PutCode.REFUSED
+            return bytes([code]) * len(metas)
+        refs = self._store.grants.refs(holder, generations)
+        written: set[int] = set()
+        for ref, meta in zip(refs, metas, strict=True):
+            # A grant that is named twice is sealed as the first page.
+            if ref is not None and ref.generation not in written:
+                written.add(ref.generation)
+                header = subject.identity.header(meta, ref)
+                self._arena.view(ref.slot, 0, HEADER_BYTES)[:] = encode_header(header)
         crash_point("local.written")
         codes = self._store.grants.seal_many(
             holder, frame.namespace, frame.shard, generations, metas
@@ -155,20 +157,24 @@ class LocalWrites:
         return codes
 
     def _tell(self, frame: frames.Write, metas: Sequence[PageMeta], codes: bytes) -> None:
-        if not codes and not frame.known:
-            return
+        # What is not taken is put again over gRPC, and counted there.
         known = _cut(frame.known, KEY_BYTES)
-        outcomes = [PutCode(code) for code in codes]
-        stored = [m.key for m, code in zip(metas, outcomes, strict=True) if code.is_stored]
-        counts = Counter(outcomes)
+        taken = {
+            meta.key: code
+            for meta, code in zip(metas, map(PutCode, codes), strict=True)
+            if code.is_stored
+        }
+        if not taken and not known:
+            return
+        counts = Counter(taken.values())
         counts[PutCode.EXISTS] += len(known)
         self._on_put(
-            LocalPut(
+            PutReport(
                 session_id=frame.session_id,
                 scope=(frame.namespace, frame.shard),
-                keys=(*stored, *known),
+                keys=(*taken, *known),
                 codes=counts,
-                payload_bytes=len(metas) * frame.length,
+                payload_bytes=len(taken) * frame.length,
             )
         )
 

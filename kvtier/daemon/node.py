@@ -25,7 +25,7 @@ from kvtier.daemon.admission import Admission
 from kvtier.daemon.durability import Durability
 from kvtier.daemon.flushing import Unflushed
 from kvtier.daemon.local_plane import LocalPlane
-from kvtier.daemon.local_writes import LocalPut
+from kvtier.daemon.local_writes import PutReport
 from kvtier.daemon.metrics import NVME_METRICS, Metrics, Samples
 from kvtier.daemon.nvme import NvmeService
 from kvtier.daemon.nvme_open import NvmeParts
@@ -255,7 +255,7 @@ class Node:
             **(self.nvme.readings() if self.nvme else {name: {} for name in NVME_METRICS}),
         }
 
-    def local_put(self, put: LocalPut) -> None:
+    def local_put(self, put: PutReport) -> None:
         """A client has put pages by shared memory."""
         codes = (code.name.lower() for code in put.codes.elements())
         self.metrics.put_ended(codes, put.payload_bytes)

@@ -26,7 +26,7 @@ from kvtier.core.policy import POLICIES
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.store import Store, StoreConfig
 from kvtier.daemon.local_plane import LocalPlane
-from kvtier.daemon.local_writes import LocalPut, LocalWrites
+from kvtier.daemon.local_writes import LocalWrites, PutReport
 from kvtier.daemon.logs import setup_logging
 from kvtier.daemon.metrics import Exporter
 from kvtier.daemon.node import Node, NodeState, Parts
@@ -218,7 +218,7 @@ def _start_local(node: Node, effective: Effective) -> None:
         return
     loop = asyncio.get_running_loop()
 
-    def count(put: LocalPut) -> None:
+    def count(put: PutReport) -> None:
         loop.call_soon_threadsafe(node.local_put, put)
 
     writes = LocalWrites(

@@ -69,7 +69,7 @@ FRAME_BYTES_MAX: Final = 64 << 10
 KEYS_PER_FRAME_MAX: Final = 1024
 #: Pages that one WRITE seals; and those it says are known.
 PAGES_PER_FRAME_MAX: Final = 256
-GRANTS_PER_FRAME_MAX: Final = 1024
+GRANTS_PER_FRAME_MAX: Final = 256
 _TEXT_MAX: Final = 4096
 _NUMBER_MAX: Final = 2**63 - 1
 #: What a client may claim in one frame.
@@ -248,7 +248,7 @@ def _write(fields: dict[Any, Any]) -> Write:
         keys=keys,
         **columns,
         session=session,
-        ttl_ms=_number(fields, "ttl_ms", _COUNT_MAX),
+        ttl_ms=_number(fields, "ttl_ms"),
         priority=_number(fields, "priority", 2**31 - 1, least=-(2**31)),
         known=_column(fields, "known", KEY_BYTES, PAGES_PER_FRAME_MAX),
         returned=_column(fields, "returned", 8, GRANTS_PER_FRAME_MAX),

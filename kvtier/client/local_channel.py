@@ -1,8 +1,9 @@
 """One attachment for writing: slots that were granted ahead, and the frames that seal them.
 
-A slot is written to only while its grant lasts by this side's clock, which ends before the
-daemon's: it runs from when the grant was asked for. Whatever happens to a writer in between, the
-daemon gives a slot to nobody else before it was given back or this process has ended.
+A slot is taken for a copy only while its grant lasts by this side's clock, which ends before the
+daemon's: it runs from when the grant was asked for. A copy may outlast the grant, and this process
+may be stopped in the middle of it: the daemon gives a slot to nobody else before it was given back
+or this process has ended.
 
 One thread at a time.
 """
@@ -10,6 +11,7 @@ One thread at a time.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -26,11 +28,12 @@ from kvtier.transfer.local import frames
 from kvtier.transfer.local.arena_view import make_present, map_arena
 from kvtier.transfer.planes.deadline import Deadline
 
-__all__ = ["Grant", "LocalWriter", "Pages"]
+__all__ = ["Grant", "LocalChannel", "Pages"]
 
 _SLOT_BYTES: Final = 4096
 #: What a wait for the daemon notices `stop` within.
 _POLL_S: Final = 0.05
+_CHUNK_BYTES: Final = 64 << 10
 _NOTHING: Final = b""
 
 
@@ -63,7 +66,7 @@ class _Asked:
     wanted: int
 
 
-class LocalWriter:
+class LocalChannel:
     """Made by `attach`."""
 
     def __init__(self, control: socket.socket, arena: NDArray[np.uint8], boot_id: int) -> None:
@@ -74,9 +77,8 @@ class LocalWriter:
         self._pool: dict[int, deque[Grant]] = {}  # by record size
         self._asked: dict[int, _Asked] = {}  # by number; frames that were not answered yet
         self._numbers = 0
-        self._seen: set[int] = set()  # slots that were granted before
+        self._is_present = np.zeros(-(-len(arena) // _CHUNK_BYTES), np.bool_)
         self._late: list[int] = []  # generations of grants whose time has passed
-        self.is_stopped = False
         #: A wait for an answer was given up, and it has not come since.
         self.is_silent = False
 
@@ -122,16 +124,33 @@ class LocalWriter:
 
     def take(self, length: int, most: int) -> list[Grant]:
         """Slots for payloads of `length` bytes, as many as there are."""
-        pool = self._pool.get(record_bytes(length))
+        record = record_bytes(length)
+        pool = self._pool.get(record)
         taken: list[Grant] = []
         now = time.monotonic()
         while pool and len(taken) < most:
             grant = pool.popleft()
             if grant.until > now:
+                self._make_present(grant.slot * _SLOT_BYTES, record)
                 taken.append(grant)
             else:
                 self._late.append(grant.generation)
         return taken
+
+    def _make_present(self, begin: int, nbytes: int) -> None:
+        chunks = slice(begin // _CHUNK_BYTES, -(-(begin + nbytes) // _CHUNK_BYTES))
+        if not self._is_present[chunks].all():
+            begin = chunks.start * _CHUNK_BYTES
+            end = min(chunks.stop * _CHUNK_BYTES, len(self._arena))
+            make_present(self._arena, begin, end - begin)
+            self._is_present[chunks] = True
+
+    def spare(self, length: int) -> None:
+        """Slots for payloads of another length are given back with the next frame."""
+        for record, pool in self._pool.items():
+            if record != record_bytes(length):
+                self._late += [grant.generation for grant in pool]
+                pool.clear()
 
     def put_back(self, length: int, grants: list[Grant]) -> None:
         """Slots that were taken and not sealed; nobody writes to them any more."""
@@ -184,10 +203,12 @@ class LocalWriter:
         self._asked[frame.number] = _Asked(record_bytes(pages.length), at, wanted)
         return frame.number
 
-    def receive(self, deadline: Deadline | None) -> frames.Written | None:
+    def receive(
+        self, deadline: Deadline | None, stop: threading.Event | None = None
+    ) -> frames.Written | None:
         """The next answer, its grants taken in; without a deadline only one that is here already.
 
-        Raises DaemonUnavailable, DeadlineExceeded, InvalidFrame.
+        Raises DaemonUnavailable, InvalidFrame, and DeadlineExceeded also when `stop` is set.
         """
         while True:
             left = 0.0 if deadline is None else max(0.0, deadline.at - time.monotonic())
@@ -197,7 +218,7 @@ class LocalWriter:
             except (BlockingIOError, TimeoutError):
                 if deadline is None:
                     return None
-                if deadline.has_passed or self.is_stopped:
+                if deadline.has_passed or (stop is not None and stop.is_set()):
                     self.is_silent = True
                     raise _silent() from None
                 continue
@@ -231,9 +252,6 @@ class LocalWriter:
                     f"slot {slot} lies behind the arena",
                     remedy="use a client and daemon of the same version",
                 )
-            if slot not in self._seen:
-                make_present(self._arena, slot * _SLOT_BYTES, asked.record)
-                self._seen.add(slot)
             pool.append(Grant(slot, generation, until))
         return frame
 
