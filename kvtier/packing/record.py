@@ -46,6 +46,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core.page import KEY_BYTES, NO_SUM, SUM_BYTES, Codec, PageMeta, PageRef, Tier
+from kvtier.core.slabs import record_bytes_of
 from kvtier.errors import CorruptRecord, KeyLengthError, LimitExceeded
 from kvtier.packing.checksum import header_sum
 
@@ -153,7 +154,7 @@ class RecordHeader:
 
 def record_bytes(payload_bytes: int) -> int:
     """Bytes that a record with such a payload takes up, padding included."""
-    return HEADER_BYTES + -(-payload_bytes // RECORD_ALIGN) * RECORD_ALIGN
+    return record_bytes_of(payload_bytes)
 
 
 def encode_header(header: RecordHeader) -> bytes:

@@ -7,8 +7,6 @@ import pytest
 from kvtier.core.events import EventKind
 from kvtier.core.handles import Reading
 from kvtier.core.page import Codec, PageMeta, PutCode, Tier
-from kvtier.core.slabs import record_bytes_of
-from kvtier.packing.record import record_bytes
 from tests.core.grant_support import (
     EXISTS,
     REFUSED,
@@ -196,11 +194,6 @@ def test_a_page_of_another_size_is_refused_and_the_slot_comes_back() -> None:
     assert seal(store, A, generations, pages) == [REFUSED, STORED, REFUSED]
     assert counts(store) == (15, 0, 1, 0, 0)
     assert totals(store) == (1, 0, 0, 0)
-
-
-@pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 2 << 20])
-def test_the_size_of_a_slot_is_that_of_the_record(length: int) -> None:
-    assert record_bytes_of(length) == record_bytes(length)
 
 
 def test_a_grant_can_be_sealed_once_and_by_its_holder() -> None:
