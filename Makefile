@@ -33,8 +33,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## prefill in one process, decode in another, over a real daemon and a real model
 	@$(ONE) $(BIN)/kvtier demo
 
+# Compiled code is kept even where the environment says not to: each worker, and each process that a
+# test starts, would compile everything anew. In the order of their names the last files are short,
+# so that no worker is left with a long one.
 test: lint ## lint, then every test but the long ones
-	@$(ONE) $(BIN)/python -m pytest -q -m 'not soak and not gpu' -n $(WORKERS) --dist loadfile
+	@$(ONE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m 'not soak and not gpu' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP) ## the tests that take minutes
 	@$(ONE) $(BIN)/python -m pytest -q -s -m 'soak and not gpu' --timeout 1800

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from kvtier.testing.leaks import leak_audit
+from tests.forks import Forker
 
 __all__ = ["leak_audit"]
 
@@ -36,3 +37,11 @@ def grpc_runtime() -> Iterator[None]:
     grpc.aio.init_grpc_aio()
     yield
     grpc.aio.shutdown_grpc_aio()
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    """What daemons and commands are forked from."""
+    made = Forker()
+    yield made
+    made.close()

@@ -67,6 +67,7 @@ HOSTS = re.compile("|".join(["pypi[.]" + "org", "python" + "hosted", "npmjs[.]" 
                              "debian[.]" + "org", "download[.]pytorch[.]" + "org"]))  # fmt: skip
 
 
+@cache
 def tracked(pattern: str) -> list[str]:
     """Files of the repository (committed or about to be) by glob, without generated code."""
     listing = subprocess.run(
@@ -81,8 +82,17 @@ def tracked(pattern: str) -> list[str]:
     ]
 
 
-SOURCES = tracked("*.py")
-TREES = {name: ast.parse((REPO / name).read_text(encoding="utf-8"), name) for name in SOURCES}
+@cache
+def lines_of(name: str) -> list[str]:
+    return (REPO / name).read_text(encoding="utf-8").splitlines()
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Parsed when a test asks for them: every worker imports this module, one runs its tests."""
+    return {
+        name: ast.parse((REPO / name).read_text(encoding="utf-8"), name) for name in tracked("*.py")
+    }
 
 
 def allowed(name: str, patterns: object) -> bool:
@@ -93,7 +103,7 @@ def allowed(name: str, patterns: object) -> bool:
 def nodes_by_kind() -> dict[type[ast.AST], list[tuple[str, ast.AST]]]:
     """(file, node) of every node of all files, which are walked once."""
     found: dict[type[ast.AST], list[tuple[str, ast.AST]]] = {}
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             found.setdefault(type(node), []).append((name, node))
     return found
@@ -101,7 +111,7 @@ def nodes_by_kind() -> dict[type[ast.AST], list[tuple[str, ast.AST]]]:
 
 def nodes(*kinds: type[ast.AST], but: object = ()) -> Iterator[tuple[str, ast.AST]]:
     """(file, node) of every node of these kinds, outside the files in `but`."""
-    left_out = {name for name in TREES if allowed(name, but)}
+    left_out = {name for name in trees() if allowed(name, but)}
     for kind, found in nodes_by_kind().items():
         if issubclass(kind, kinds):
             yield from (item for item in found if item[0] not in left_out)
@@ -122,7 +132,7 @@ def check(found: list[str], remedy: str) -> None:
 
 
 def test_files_hold_one_concept() -> None:
-    counts = {name: len((REPO / name).read_text(encoding="utf-8").splitlines()) for name in SOURCES}
+    counts = {name: len(lines_of(name)) for name in tracked("*.py")}
     found = [f"{name}: {count} lines" for name, count in counts.items() if count > LINES_MAX]
     check(found, f"over {LINES_MAX} lines: one concept a file, so move one of them out")
 
@@ -139,23 +149,23 @@ def test_functions_fit_on_a_page() -> None:
 def test_lines_fit_side_by_side() -> None:
     found = [
         f"{name}:{number}"
-        for name in SOURCES
-        for number, line in enumerate((REPO / name).read_text(encoding="utf-8").splitlines(), 1)
+        for name in tracked("*.py")
+        for number, line in enumerate(lines_of(name), 1)
         if len(line) > COLUMNS_MAX
     ]
     check(found, f"over {COLUMNS_MAX} columns: break the line (`make fmt`)")
 
 
 def test_modules_say_what_they_promise() -> None:
-    found = [name for name, tree in TREES.items() if tree.body and not ast.get_docstring(tree)]
+    found = [name for name, tree in trees().items() if tree.body and not ast.get_docstring(tree)]
     check(found, "no module docstring: say what the module promises and which thread may call it")
 
 
 def test_nothing_is_left_for_later() -> None:
     found = [
         f"{name}:{number}"
-        for name in SOURCES
-        for number, line in enumerate((REPO / name).read_text(encoding="utf-8").splitlines(), 1)
+        for name in tracked("*.py")
+        for number, line in enumerate(lines_of(name), 1)
         if LEFTOVERS.search(line)
     ]
     check(found, "a note to self: do it now, or raise NotImplementedYet with a remedy")

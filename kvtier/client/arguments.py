@@ -94,7 +94,7 @@ class GetCall:
         """
         _check_names(given, GetArguments, "get")
         checked = checked_keys(keys)
-        codec = given.get("codec")
+        codec = None if given.get("codec") is None else _codec(given["codec"])
         # Who names FP8 asks for rounded numbers, unless he says that he does not.
         lossy_ok = given.get("lossy_ok", codec is Codec.FP8)
         accept: tuple[Codec, ...] = (Codec.RAW,) if codec is None else (codec,)
@@ -133,7 +133,7 @@ class PutCall:
         """Raises as GetCall.of, and LayoutError for a layout that the codec cannot pack."""
         _check_names(given, PutArguments, "put")
         checked = checked_keys(keys)
-        codec = given.get("codec", Codec.RAW)
+        codec = _codec(given.get("codec", Codec.RAW))
         layout.payload_bytes(codec)
         if codec is Codec.FP8:
             require_packer()
@@ -187,22 +187,23 @@ def checked_traceparent(given: object) -> str:
     return str(given)
 
 
-def _hints(given: GetArguments | PutArguments) -> Hints:
-    session = given.get("session", "")
+def checked_session(given: object) -> str:
+    """Raises LimitExceeded for what cannot name a conversation."""
     try:
-        nbytes = len(session.encode())
-    except UnicodeEncodeError as error:
+        nbytes = len(given.encode()) if isinstance(given, str) else -1
+    except UnicodeEncodeError:
+        nbytes = -1
+    if not 0 <= nbytes <= _SESSION_BYTES_MAX:
         raise LimitExceeded(
-            f"session is {session!r}, which is no Unicode text",
-            remedy="pass a name without lone surrogates",
-        ) from error
-    if nbytes > _SESSION_BYTES_MAX:
-        raise LimitExceeded(
-            f"session has {len(session)} characters",
-            remedy=f"name a conversation in up to {_SESSION_BYTES_MAX} bytes, say by a hash",
+            f"session is {given!r:.80}",
+            remedy=f"name a conversation in up to {_SESSION_BYTES_MAX} bytes of text, say a hash",
         )
+    return str(given)
+
+
+def _hints(given: GetArguments | PutArguments) -> Hints:
     return Hints(
-        session=session,
+        session=checked_session(given.get("session", "")),
         ttl_ms=milliseconds("ttl", given.get("ttl", 0.0)),
         priority=whole("priority", given.get("priority", 0), -_PRIORITY_MAX, _PRIORITY_MAX),
         traceparent=checked_traceparent(given.get("traceparent", "")),
@@ -216,6 +217,14 @@ def whole(name: str, value: object, low: int, high: int) -> int:
             f"{name} is {value!r}", remedy=f"pass a whole number from {low} to {high}"
         )
     return value
+
+
+def _codec(given: object) -> Codec:
+    """Raises LimitExceeded for what is no Codec: a name of one neither."""
+    if not isinstance(given, Codec):
+        known = ", ".join(f"kvtier.Codec.{codec.name}" for codec in Codec)
+        raise LimitExceeded(f"codec is {given!r}", remedy=f"pass one of {known}")
+    return given
 
 
 def _durability(given: str | Durability) -> Durability:

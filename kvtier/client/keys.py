@@ -72,6 +72,10 @@ def checked_keys(keys: Sequence[bytes | bytearray | memoryview]) -> list[bytes]:
         raise KeyLengthError(
             f"keys is one {type(keys).__name__}", remedy="pass a sequence of keys, also for one key"
         )
+    if not isinstance(keys, Iterable):
+        raise KeyLengthError(
+            f"keys is {keys!r}", remedy="pass a sequence of keys, as ns.keys makes them"
+        )
     if isinstance(keys, KeyChain) or _are_keys(keys):
         return list(keys)
     checked = []

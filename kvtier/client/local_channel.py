@@ -34,6 +34,8 @@ _SLOT_BYTES: Final = 4096
 #: What a wait for the daemon notices `stop` within.
 _POLL_S: Final = 0.05
 _CHUNK_BYTES: Final = 64 << 10
+#: As much of the arena as the daemon grants to one client.
+_AHEAD_PART: Final = 50
 _NOTHING: Final = b""
 
 
@@ -104,6 +106,12 @@ class LocalChannel:
         record = record_bytes(length)
         asked = sum(a.wanted for a in self._asked.values() if a.record == record)
         return len(self._pool.get(record, ())) + asked
+
+    def has_room_ahead(self, length: int) -> bool:
+        """Whether slots for payloads of `length` bytes are small enough, beside the arena, to be
+        kept for later: else making room for them evicts what was put just now.
+        """
+        return record_bytes(length) <= len(self._arena) // _AHEAD_PART
 
     @property
     def holds(self) -> bool:

@@ -117,8 +117,10 @@ class LocalPut:
         return deque(np.flatnonzero(~is_there).tolist())
 
     def _write(self, todo: deque[int]) -> None:
-        # Twice as many as are used, so that the next put does not wait for what this one asks for.
-        channel, ahead = self._channel, 2 * len(todo)
+        channel = self._channel
+        # Twice as many as are used, so that the next put does not wait for what this one asks for;
+        # but room that others need must not be kept for later.
+        ahead = 2 * len(todo) if channel.has_room_ahead(self._length) else 0
         step = min(max(1, _SLICE_BYTES // self._length), PAGES_PER_FRAME_MAX)
         asked = 0
         while todo:

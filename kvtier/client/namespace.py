@@ -21,6 +21,7 @@ from kvtier.client.arguments import (
     GetCall,
     PutArguments,
     PutCall,
+    checked_session,
     checked_traceparent,
 )
 from kvtier.client.binding import Binding
@@ -81,7 +82,9 @@ class AsyncNamespace(Binding):
     ) -> LookupResult:
         """Which pages are there now. Advice: a page can leave before the get."""
         within = self._link.deadline(deadline)
-        hints = Hints(session=session, traceparent=checked_traceparent(traceparent))
+        hints = Hints(
+            session=checked_session(session), traceparent=checked_traceparent(traceparent)
+        )
         known = checked_keys(keys)
         found = self.lookup_here(known)
         if found is None:
@@ -211,7 +214,9 @@ class AsyncNamespace(Binding):
         """
         within = self._link.deadline(deadline)
         self._link.check_usable()
-        hints = Hints(session=session, traceparent=checked_traceparent(traceparent))
+        hints = Hints(
+            session=checked_session(session), traceparent=checked_traceparent(traceparent)
+        )
         return MoveResult(await tiers.prefetch(self, checked_keys(keys), hints, within))
 
     async def demote(self, keys: Sequence[bytes], *, deadline: Within = None) -> MoveResult:

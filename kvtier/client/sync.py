@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.client import aio
-from kvtier.client.arguments import GetArguments, PutArguments
+from kvtier.client.arguments import GetArguments, PutArguments, checked_session
 from kvtier.client.batches import got
 from kvtier.client.keys import KeyChain, checked_keys
 from kvtier.client.local_attachment import LocalState
@@ -266,7 +266,7 @@ class Namespace:
     ) -> LookupResult:
         """Which pages are there now. Advice: a page can leave before the get."""
         within = self._connection._within(deadline)
-        known = checked_keys(keys)
+        known, session = checked_keys(keys), checked_session(session)
         found = self._async.lookup_here(known)
         if found is not None:
             return found

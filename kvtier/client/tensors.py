@@ -61,7 +61,8 @@ def rows_of(memory: object, request: Request, at: object = None) -> Rows:
 
 
 def check_dtype(memory: object, name: str, layout: Layout) -> None:
-    """Raises LayoutError for floating-point memory of another dtype than the layout's.
+    """Raises LayoutError for floating-point memory of another dtype than the layout's, and
+    PageSizeError for tensors without memory.
 
     As many bytes of another format would be stored without a word and come back as other numbers.
     Bytes and integers are taken for raw memory.
@@ -69,6 +70,11 @@ def check_dtype(memory: object, name: str, layout: Layout) -> None:
     known = {segment.dtype for segment in layout.segments}
     for item in memory if isinstance(memory, list | tuple) else [memory]:
         if is_tensor(item):
+            if item.is_meta:
+                raise PageSizeError(
+                    f"{name} is a tensor on device meta, which has no bytes",
+                    remedy="pass a tensor on a real device",
+                )
             dtype = str(item.dtype).removeprefix("torch.")
         elif isinstance(item, np.ndarray):
             dtype = item.dtype.name

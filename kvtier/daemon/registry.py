@@ -55,9 +55,13 @@ class Registry:
         return self._namespaces.current(number)
 
     def name_of(self, number: int) -> tuple[bytes, int] | None:
-        """(fingerprint, generation) behind a present number; None once it was bumped or deleted."""
-        if number in self._ending:
-            return self._ending[number]
+        """(fingerprint, generation) behind a present number; None once it was bumped or deleted.
+
+        Any thread.
+        """
+        # One look: the event loop may take it out between two.
+        if (ending := self._ending.get(number)) is not None:
+            return ending
         family = self._namespaces.current(number)
         return None if family is None else (family.identity.fingerprint, family.generation)
 

@@ -19,6 +19,8 @@ __all__ = ["CRASH_POINTS", "arm_crash_point", "crash_point", "is_armed", "parse_
 CRASH_POINTS: Final = {
     "put.verified": "a page is whole in its slot and not findable yet",
     "put.sealed": "a page is findable in host memory",
+    "local.written": "pages that came by shared memory have their headers, and are not findable",
+    "local.sealed": "pages that came by shared memory are findable, and not answered",
     "demote.before_write": "the segment is journalled, no byte of the record is written",
     "demote.written": "the record is on the device, the copy is not findable yet",
     "demote.sealed": "the copy on NVMe is findable",

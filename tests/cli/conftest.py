@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtier.testing.daemon_process import DaemonProcess
+from tests.forks import ForkedDaemon, Forker
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def daemon() -> Iterator[DaemonProcess]:
+def daemon(forker: Forker) -> Iterator[ForkedDaemon]:
     base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with DaemonProcess(base) as running:
+    with ForkedDaemon(forker, base) as running:
         yield running
     shutil.rmtree(base, ignore_errors=True)
 
 
 @pytest.fixture
-def kvtier() -> Run:
+def kvtier(forker: Forker) -> Run:
     """Runs `kvtier WORDS...` in a process of its own, with an environment of its own."""
 
-    def run(*words: str, env: dict[str, str] | None = None, **options):
-        return subprocess.run(
-            [sys.executable, "-m", "kvtier", *words],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"} | (env or {}),
-            **options,
-        )
+    def run(*words: str, env: dict[str, str] | None = None):
+        environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"} | (env or {})
+        return forker.run(words, environment, timeout_s=30)
 
     return run

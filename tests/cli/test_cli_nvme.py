@@ -22,9 +22,9 @@ from kvtier.cli.verify import _Display
 from kvtier.client import VerifyProgress
 from kvtier.core.page import PageRef, Tier
 from kvtier.errors import Busy
-from kvtier.testing.daemon_process import DaemonProcess
 from kvtier.v1 import admin_pb2
 from tests.client.fake_daemon import FakeDaemon
+from tests.forks import ForkedDaemon
 
 RECORD = bytes(range(256)) * 48
 
@@ -320,10 +320,10 @@ def test_serve_passes_discard_cache_on(monkeypatch, words):
 
 
 @pytest.fixture
-def process():
+def process(forker):
     base = Path(tempfile.mkdtemp(prefix="kvt-"))
     settings = (f"nvme.paths={base / 'disk'}", "nvme.bytes=64MiB", "nvme.clean_percent=0")
-    with DaemonProcess(base, *settings) as running:
+    with ForkedDaemon(forker, base, *settings) as running:
         yield running
     shutil.rmtree(base, ignore_errors=True)
 

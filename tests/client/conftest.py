@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.testing.daemon_process import DaemonProcess
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.local_rig import NBYTES, attached, opaque
+from tests.forks import ForkedDaemon
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def daemon(tmp_path):
 
 
 @pytest.fixture
-def process():
+def process(forker):
     base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with DaemonProcess(base, "host.bytes=64MiB") as running:
+    with ForkedDaemon(forker, base, "host.bytes=64MiB") as running:
         yield running
     shutil.rmtree(base, ignore_errors=True)
 

@@ -339,9 +339,13 @@ def test_salt_and_tenant_keep_apart(kv, layout, make_pages):
         ({"ttl": float("nan")}, kvtier.LimitExceeded),
         ({"session": "x" * 257}, kvtier.LimitExceeded),
         ({"session": "\udc80"}, kvtier.LimitExceeded),
+        ({"session": b"x"}, kvtier.LimitExceeded),
+        ({"session": None}, kvtier.LimitExceeded),
         ({"depth": -1}, kvtier.LimitExceeded),
         ({"priority": 2**31}, kvtier.LimitExceeded),
         ({"durable": "disk"}, kvtier.LimitExceeded),
+        ({"codec": 2}, kvtier.LimitExceeded),
+        ({"codec": None}, kvtier.LimitExceeded),
         ({"parent": b"short"}, kvtier.KeyLengthError),
         ({"colour": 1}, TypeError),
     ],
@@ -349,6 +353,16 @@ def test_salt_and_tenant_keep_apart(kv, layout, make_pages):
 def test_arguments_of_put_are_checked(ns, make_pages, options, kind):
     with pytest.raises(kind):
         ns.put(ns.keys(range(4)), make_pages(1), **options)
+
+
+def test_a_codec_is_no_string(ns, make_pages):
+    keys = ns.keys(range(4))
+    with pytest.raises(kvtier.LimitExceeded, match="codec is 'fp8'") as of_put:
+        ns.put(keys, make_pages(1), codec="fp8")
+    with pytest.raises(kvtier.LimitExceeded, match="codec is 'fp8'") as of_get:
+        ns.get(keys, codec="fp8")
+    assert "kvtier.Codec.FP8" in of_put.value.remedy
+    assert of_get.value.remedy == of_put.value.remedy
 
 
 def test_durability_and_hints_are_sent(ns, daemon, make_pages):

@@ -13,8 +13,8 @@ import pytest
 import kvtier
 from kvtier.client.local_reads import LocalCounts
 from kvtier.core.page import Tier
-from kvtier.testing.daemon_process import DaemonProcess
 from tests.client.local_rig import NBYTES, attached, opaque, pages_of, separate_keys
+from tests.forks import ForkedDaemon
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
 
@@ -171,8 +171,8 @@ def test_who_asks_for_grpc_is_not_attached(process):
         kvtier.connect(process.url, plane="shared")
 
 
-def test_a_daemon_without_the_plane_says_so(tmp_path):
-    with DaemonProcess(tmp_path, "host.bytes=64MiB", "local.plane=off") as process:
+def test_a_daemon_without_the_plane_says_so(tmp_path, forker):
+    with ForkedDaemon(forker, tmp_path, "host.bytes=64MiB", "local.plane=off") as process:
         with kvtier.connect(process.url, deadline=10) as kv:
             ns = kv.namespace(opaque(NBYTES))
             keys = ns.keys(range(2))
@@ -188,11 +188,11 @@ def test_the_planes_of_a_daemon_are_seen(process, local_kv, local_ns):
     assert f"unix://{local_kv.capabilities().local_socket}" == process.url + ".local"
 
 
-def test_pages_of_a_lower_tier_come_through_the_daemon_and_are_then_read_here(tmp_path):
+def test_pages_of_a_lower_tier_come_through_the_daemon_and_are_then_read_here(tmp_path, forker):
     settings = ("host.bytes=8MiB", f"nvme.paths={tmp_path}/nvme", "nvme.bytes=64MiB")
     (tmp_path / "nvme").mkdir(mode=0o700)
     with (
-        DaemonProcess(tmp_path, *settings) as process,
+        ForkedDaemon(forker, tmp_path, *settings) as process,
         kvtier.connect(process.url, deadline=20) as kv,
     ):
         ns = kv.namespace(opaque(NBYTES))

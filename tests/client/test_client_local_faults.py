@@ -17,9 +17,9 @@ import pytest
 
 import kvtier
 from kvtier.client.local_link import LocalLink
-from kvtier.testing.daemon_process import DaemonProcess
 from kvtier.transfer.local.frames import VERSION, Hello, encode
 from tests.client.local_rig import NBYTES, arena_fd, attached, flip, opaque, pages_of, separate_keys
+from tests.forks import ForkedDaemon
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
 
@@ -178,9 +178,9 @@ def test_closing_while_others_read(process):
     assert ended == ["closed"] * 3
 
 
-def test_a_socket_that_is_somebody_elses_is_not_trusted(process, tmp_path: Path):
+def test_a_socket_that_is_somebody_elses_is_not_trusted(process, tmp_path: Path, forker):
     """The daemon says where its socket is; what answers there must be of its boot."""
-    with DaemonProcess(tmp_path, "host.bytes=64MiB") as other:
+    with ForkedDaemon(forker, tmp_path, "host.bytes=64MiB") as other:
         with kvtier.connect(other.url, deadline=10) as kv:
             path = kv.capabilities().local_socket
             boot_id = kv.status().boot_id
@@ -209,8 +209,8 @@ def test_the_memory_of_a_daemon_that_ended_is_let_go_of_while_nobody_calls(
     assert local_ns.get([bytes(32)]).reasons == [GetCode.UNAVAILABLE]
 
 
-def test_who_was_refused_tries_again(tmp_path):
-    with DaemonProcess(tmp_path, "host.bytes=64MiB", "limits.sessions_max=1") as process:
+def test_who_was_refused_tries_again(tmp_path, forker):
+    with ForkedDaemon(forker, tmp_path, "host.bytes=64MiB", "limits.sessions_max=1") as process:
         path = process.url.removeprefix("unix://") + ".local"
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first,
@@ -269,8 +269,8 @@ kv.close()
 """
 
 
-def test_a_forked_child_does_not_keep_the_parents_place(tmp_path):
-    with DaemonProcess(tmp_path, "host.bytes=64MiB", "daemon.metrics_listen=") as process:
+def test_a_forked_child_does_not_keep_the_parents_place(tmp_path, forker):
+    with ForkedDaemon(forker, tmp_path, "host.bytes=64MiB", "daemon.metrics_listen=") as process:
         kv = kvtier.connect(process.url, deadline=10)
         kv.namespace(opaque(NBYTES))
         attached(kv)
@@ -293,7 +293,7 @@ def test_a_forked_child_does_not_keep_the_parents_place(tmp_path):
         os.waitpid(child, 0)
 
 
-def clients_of(process: DaemonProcess) -> int:
+def clients_of(process: ForkedDaemon) -> int:
     """Connections to the control socket, as the kernel lists them."""
     path = process.url.removeprefix("unix://") + ".local"
     lines = Path("/proc/net/unix").read_text(encoding="ascii").splitlines()

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import kvtier
-from kvtier.client.local_writes import WriteCounts
+from kvtier.client.local_puts import PutCounts
 from kvtier.core.page import Tier
 from kvtier.packing.record import record_bytes
-from kvtier.testing.daemon_process import DaemonProcess
 from tests.client.local_puts_rig import header_of, opened, remote
 from tests.client.local_rig import NBYTES, arena_fd, opaque, pages_of, separate_keys
+from tests.forks import ForkedDaemon
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
 METRICS = "daemon.metrics_listen=127.0.0.1:0"
@@ -28,10 +28,10 @@ ARENA = 64 << 20
 
 
 @pytest.fixture(scope="module")
-def shared():
+def shared(forker):
     """One daemon for the tests that leave it as it was; each has a tenant of its own."""
     base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with DaemonProcess(base, f"host.bytes={ARENA}", METRICS) as running:
+    with ForkedDaemon(forker, base, f"host.bytes={ARENA}", METRICS) as running:
         yield running
     shutil.rmtree(base, ignore_errors=True)
 
@@ -48,7 +48,7 @@ def test_pages_are_stored_and_found_by_everybody(shared, local):
     pages = pages_of(keys, NBYTES)
     put = ns.put(keys, pages)
     assert put.reasons == [PutCode.STORED] * 50
-    assert kv.local.puts == WriteCounts(stored=50)
+    assert kv.local.puts == PutCounts(stored=50)
     assert kv.local.not_writing == ""
     got = ns.get(keys)
     assert got.pages == [bytearray(page) for page in pages]
@@ -69,13 +69,13 @@ def test_what_is_there_is_not_copied_again(shared, local):
     put = ns.put(keys, pages)
     assert put.reasons == [PutCode.EXISTS] * 20 + [PutCode.STORED] * 20
     assert [item.ref is None for item in put] == [True] * 20 + [False] * 20
-    assert kv.local.puts == WriteCounts(stored=40, existed=20)
+    assert kv.local.puts == PutCounts(stored=40, existed=20)
     with remote(shared, ns) as far:
         more = far.keys(range(100, 104))
         far.put(more, pages_of(more, NBYTES)).raise_for_refused()
         assert ns.put(more, pages_of(more, NBYTES)).reasons == [PutCode.EXISTS] * 4
         assert far.put(keys, pages).reasons == [PutCode.EXISTS] * 40
-    assert kv.local.puts == WriteCounts(stored=40, existed=24)
+    assert kv.local.puts == PutCounts(stored=40, existed=24)
 
 
 def test_a_page_twice_in_one_batch(local):
@@ -88,7 +88,7 @@ def test_a_page_twice_in_one_batch(local):
     put = ns.put(keys, pages, chain=False)
     assert put.reasons == [PutCode.STORED] * 2 + [PutCode.EXISTS] * 3
     assert ns.get([first, second]).pages == [bytearray(page) for page in pages[:2]]
-    assert kv.local.puts == WriteCounts(stored=2, existed=3)
+    assert kv.local.puts == PutCounts(stored=2, existed=3)
 
 
 def test_all_that_is_said_of_a_page_lies_in_its_record(shared, local):
@@ -152,7 +152,7 @@ def test_pages_in_every_kind_of_memory(local):
         put = ns.put(keys, form, at=at[0] if at else None)
         assert put.reasons == [PutCode.STORED] * 4
         assert ns.get(keys).pages == [bytearray(page) for page in pages]
-        assert kv.local.puts == WriteCounts(stored=4 * number)
+        assert kv.local.puts == PutCounts(stored=4 * number)
         ns.delete(keys)
 
 
@@ -169,7 +169,7 @@ def test_tensors(local):
         rows = pool[at] if at else (pool[:4] if number == 0 else pool[2:6])
         assert ns.get(keys).pages == [bytearray(row.numpy()) for row in rows]
         ns.delete(keys)
-    assert kv.local.puts == WriteCounts(stored=12)
+    assert kv.local.puts == PutCounts(stored=12)
 
 
 def test_an_asyncio_client_puts_here_too(shared):
@@ -187,7 +187,7 @@ def test_an_asyncio_client_puts_here_too(shared):
             ]
             for put in await asyncio.gather(*puts):
                 assert put.reasons == [PutCode.STORED] * 20
-            assert kv.local.puts == WriteCounts(stored=80)
+            assert kv.local.puts == PutCounts(stored=80)
             assert (await ns.get(keys)).prefix == 80
 
     asyncio.run(run())
@@ -212,7 +212,7 @@ def test_threads_of_one_connection(local):
     for thread in threads:
         thread.join(30)
     assert wrong == []
-    assert kv.local.puts == WriteCounts(stored=300)
+    assert kv.local.puts == PutCounts(stored=300)
 
 
 def test_more_pages_than_there_is_room(local):
@@ -227,4 +227,4 @@ def test_more_pages_than_there_is_room(local):
         assert got.hits > 100
         for item, page, right in zip(got, got.pages, pages, strict=True):
             assert item.reason is GetCode.MISS or page == bytearray(right)
-    assert kv.local.puts == WriteCounts(stored=1600)
+    assert kv.local.puts == PutCounts(stored=1600)

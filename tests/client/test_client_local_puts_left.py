@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import kvtier
-from kvtier.client.local_writes import WriteCounts
-from kvtier.testing.daemon_process import DaemonProcess
+from kvtier.client.local_puts import PutCounts
 from tests.client.local_puts_rig import metrics, opened, remote, soon
 from tests.client.local_rig import NBYTES, attached, pages_of, separate_keys
+from tests.forks import ForkedDaemon
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
 METRICS = "daemon.metrics_listen=127.0.0.1:0"
@@ -26,10 +26,10 @@ ARENA = 64 << 20
 
 
 @pytest.fixture(scope="module")
-def shared():
+def shared(forker):
     """One daemon for the tests that leave it as it was; each has a tenant of its own."""
     base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with DaemonProcess(base, f"host.bytes={ARENA}", METRICS) as running:
+    with ForkedDaemon(forker, base, f"host.bytes={ARENA}", METRICS) as running:
         yield running
     shutil.rmtree(base, ignore_errors=True)
 
@@ -48,12 +48,12 @@ def test_who_asks_for_grpc_is_no_writer(shared):
     with opened(shared, plane="grpc", tenant="far") as (kv, ns):
         keys = ns.keys(range(2))
         ns.put(keys, pages_of(keys, NBYTES)).raise_for_refused()
-        assert kv.local.puts == WriteCounts()
+        assert kv.local.puts == PutCounts()
         assert "grpc" in kv.local.not_writing
         assert metrics(shared)['kvtier_local_clients{role="writer"}'] <= before
 
 
-def test_durable_and_packed_puts_in_an_arena_of_one_slab(tmp_path):
+def test_durable_and_packed_puts_in_an_arena_of_one_slab(tmp_path, forker):
     """They need the room that was granted ahead, and get it."""
     (tmp_path / "nvme").mkdir(mode=0o700)
     settings = ("host.bytes=8MiB", f"nvme.paths={tmp_path}/nvme", "nvme.bytes=64MiB")
@@ -75,7 +75,7 @@ def test_durable_and_packed_puts_in_an_arena_of_one_slab(tmp_path):
         page_tokens=4,
         kv_compute="bfloat16",
     )
-    with DaemonProcess(tmp_path, *settings) as process, kvtier.connect(process.url) as kv:
+    with ForkedDaemon(forker, tmp_path, *settings) as process, kvtier.connect(process.url) as kv:
         ns = kv.namespace(layout, deadline=10)
         attached(kv)
         rng = np.random.default_rng(1)
@@ -97,16 +97,16 @@ def test_durable_and_packed_puts_in_an_arena_of_one_slab(tmp_path):
         assert puts.stored == 30
 
 
-def test_flush_and_write_through_know_of_them(tmp_path):
+def test_flush_and_write_through_know_of_them(tmp_path, forker):
     (tmp_path / "nvme").mkdir(mode=0o700)
     settings = ("host.bytes=64MiB", f"nvme.paths={tmp_path}/nvme", "nvme.bytes=256MiB")
-    with DaemonProcess(tmp_path, *settings) as process:
+    with ForkedDaemon(forker, tmp_path, *settings) as process:
         with opened(process) as (kv, ns):
             keys = separate_keys(ns, 0, 60)
             pages = pages_of(keys, NBYTES)
             ns.put(keys[:50], pages[:50], chain=False).raise_for_refused()
             ns.put(keys[40:], pages[40:], chain=False).raise_for_refused()
-            assert kv.local.puts == WriteCounts(stored=60, existed=10)
+            assert kv.local.puts == PutCounts(stored=60, existed=10)
             flushed = kv.flush()
             assert flushed.pages_lost == 0
             assert flushed.pages >= 60
@@ -144,7 +144,7 @@ def test_a_page_that_was_deleted_is_stored_again(local):
         assert ns.put(keys, pages).reasons == [PutCode.STORED] * 4
         assert ns.get(keys).pages == [bytearray(page) for page in pages]
         assert ns.delete(keys).deleted == 4
-    assert kv.local.puts == WriteCounts(stored=20)
+    assert kv.local.puts == PutCounts(stored=20)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -232,7 +232,7 @@ def test_an_idle_client_keeps_no_slots(shared, local):
     # And puts on as before.
     more = separate_keys(ns, 100, 4)
     ns.put(more, pages_of(more, NBYTES), chain=False).raise_for_refused()
-    assert asdict(kv.local.puts) == {"stored": 8, "existed": 0, "left": 0}
+    assert asdict(kv.local.puts) == {"stored": 8, "existed": 0, "left": 0, "timed_out": 0}
     kv.close()
     soon(lambda: metrics(shared)[name("granted")] == 0, within_s=0.3)
     assert metrics(shared)[name("quarantined")] == 0
@@ -262,7 +262,7 @@ def test_who_closes_with_slots_on_their_way_gives_them_back(shared):
                 shared.signal(signal.SIGSTOP)
                 more = separate_keys(ns, 5000 + 100 * turn, 30)
                 ns.put(more, pages_of(more, NBYTES), chain=False, deadline=0.1)
-                kv._async.link.local._writes.close()
+                kv._async.link.local._puts.close()
                 shared.signal(signal.SIGCONT)
         names = [
             f'kvtier_local_grant_bytes{{state="{state}"}}' for state in ("granted", "quarantined")

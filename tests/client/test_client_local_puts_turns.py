@@ -270,3 +270,18 @@ def test_pages_are_not_put_under_other_weights(served, monkeypatch):
     monkeypatch.undo()
     assert ns.get(keys).reasons == [GetCode.MISS] * 2
     assert ns.put(keys, pages_of(keys, NBYTES), chain=False).stored == 2
+
+
+def test_pages_that_fill_the_arena_stay(process):
+    """No room is made for more of them before there are more."""
+    nbytes = 15 * MIB  # four fit
+    with kvtier.connect(process.url, deadline=20) as kv:
+        ns = kv.namespace(opaque(nbytes))
+        attached(kv)
+        for n in range(4):
+            keys = separate_keys(ns, 10 * n, 4)
+            pages = np.full((4, nbytes), n, np.uint8)
+            assert ns.put(keys, pages, chain=False).reasons == [PutCode.STORED] * 4
+            time.sleep(0.1)
+            assert ns.get(keys).reasons == [GetCode.HIT] * 4
+        assert kv.local.puts.stored == 16

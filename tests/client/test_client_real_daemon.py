@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvtier
-from kvtier.testing.daemon_process import DaemonProcess
+from tests.forks import ForkedDaemon
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
 
@@ -215,9 +215,9 @@ def test_kills_in_the_middle_of_calls_give_no_wrong_page(process):
         assert counts["others"] > 0
 
 
-def test_over_tcp(process):
+def test_over_tcp(process, forker):
     process.stop()
-    with DaemonProcess(process.base, "daemon.listen=grpc://127.0.0.1:17411") as running:
+    with ForkedDaemon(forker, process.base, "daemon.listen=grpc://127.0.0.1:17411") as running:
         del running
         with kvtier.connect("grpc://127.0.0.1:17411", deadline=5) as kv:
             ns = kv.namespace(opaque(1 << 20))

@@ -13,8 +13,8 @@ import pytest
 
 import kvtier
 from kvtier.client import FlushResult
-from kvtier.testing.daemon_process import DaemonProcess
 from tests.client.test_client_failures import comes_back, within
+from tests.forks import ForkedDaemon
 
 GetCode, PutCode, Tier = kvtier.GetCode, kvtier.PutCode, kvtier.Tier
 PAGES = 8
@@ -28,10 +28,10 @@ def base():
 
 
 @pytest.fixture
-def process(base):
+def process(base, forker):
     """Copies go down to NVMe only when they are asked to."""
     settings = (f"nvme.paths={base / 'disk'}", "nvme.bytes=64MiB", "nvme.clean_percent=0")
-    with DaemonProcess(base, *settings) as running:
+    with ForkedDaemon(forker, base, *settings) as running:
         yield running
 
 

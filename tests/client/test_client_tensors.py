@@ -247,3 +247,19 @@ def test_numbers_of_another_format_are_refused(ns, dtype):
     with pytest.raises(kvtier.LayoutError, match="the layout has bfloat16"):
         ns.get(keys, out=[page.numpy() for page in pages])
     assert ns.put(keys, pages.view(torch.uint8)).stored == 3
+
+
+def test_a_tensor_without_memory_is_refused(ns):
+    nowhere = torch.empty((2, ns.layout.raw_bytes), dtype=torch.uint8, device="meta")
+    for call in (
+        lambda: ns.put(ns.keys(range(8)), nowhere),
+        lambda: ns.get(ns.keys(range(8)), out=nowhere),
+    ):
+        with pytest.raises(kvtier.PageSizeError, match="meta"):
+            call()
+
+
+def test_keys_that_are_no_sequence_are_refused(ns):
+    for call in (ns.get, ns.lookup, ns.delete):
+        with pytest.raises(kvtier.KeyLengthError, match="keys is 3"):
+            call(3)

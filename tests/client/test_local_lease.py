@@ -12,8 +12,8 @@ import pytest
 
 import kvtier
 from kvtier.client.local_lease import ViewSource
-from kvtier.testing.daemon_process import DaemonProcess
 from tests.client.local_rig import NBYTES, attached, flip, opaque, pages_of, separate_keys
+from tests.forks import ForkedDaemon
 
 GetCode = kvtier.GetCode
 IN_PLACE, NOT_HELD = ViewSource.IN_PLACE, ViewSource.NOT_HELD
@@ -169,11 +169,11 @@ def test_packed_and_lossy_pages_are_copies_and_say_so(local_kv, layout, make_pag
         assert held.verify() == [GetCode.HIT, GetCode.HIT]
 
 
-def test_pages_of_a_lower_tier_are_copies_and_say_so(tmp_path):
+def test_pages_of_a_lower_tier_are_copies_and_say_so(tmp_path, forker):
     settings = ("host.bytes=8MiB", f"nvme.paths={tmp_path}/nvme", "nvme.bytes=64MiB")
     (tmp_path / "nvme").mkdir(mode=0o700)
     with (
-        DaemonProcess(tmp_path, *settings) as process,
+        ForkedDaemon(forker, tmp_path, *settings) as process,
         kvtier.connect(process.url, deadline=20) as kv,
     ):
         ns = kv.namespace(opaque(NBYTES))

@@ -11,6 +11,7 @@ import pytest
 from raw_calls import RawClient
 
 from kvtier.testing.daemon_process import DaemonProcess
+from tests.forks import ForkedDaemon, Forker
 
 
 @pytest.fixture
@@ -22,14 +23,19 @@ def base() -> Iterator[Path]:
 
 
 @pytest.fixture
-def make_daemon(base: Path) -> Iterator[Callable[..., DaemonProcess]]:
-    """Makes a daemon that is not started yet; `name` gives it a directory and socket of its own."""
+def make_daemon(base: Path, forker: Forker) -> Iterator[Callable[..., DaemonProcess]]:
+    """Makes a daemon that is not started yet; `name` gives it a directory and socket of its own,
+    `fresh` a process that loads its code itself, as further options do.
+    """
     made: list[DaemonProcess] = []
 
-    def make(*settings: str, name: str = "", **options) -> DaemonProcess:
+    def make(*settings: str, name: str = "", fresh: bool = False, **options) -> DaemonProcess:
         place = base / name if name else base
         place.mkdir(mode=0o700, exist_ok=True)
-        daemon = DaemonProcess(place, *settings, **options)
+        if fresh or options:
+            daemon = DaemonProcess(place, *settings, **options)
+        else:
+            daemon = ForkedDaemon(forker, place, *settings)
         made.append(daemon)
         return daemon
 

@@ -9,7 +9,9 @@ import kvtier
 
 def started(make_daemon, base: Path):
     device = base / "nvme"
-    return make_daemon(f"nvme.paths={device}", "nvme.bytes=64MiB", "nvme.codec=fp8").start()
+    return make_daemon(
+        f"nvme.paths={device}", "nvme.bytes=64MiB", "nvme.codec=fp8", fresh=True
+    ).start()
 
 
 def warnings_of(daemon) -> str:

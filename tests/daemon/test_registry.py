@@ -185,3 +185,18 @@ def test_a_registry_that_makes_no_sense_is_loud(tmp_path):
     write_sealed(path / "namespaces", b"names", b"\xc1")
     with pytest.raises(DirectoryError, match="cannot be read"):
         open_directory(path)
+
+
+def test_a_name_may_be_asked_for_by_another_thread(directory) -> None:
+    """While a change is being saved; the change may end between any two steps."""
+    registry = Registry(directory, new_store(), namespaces_max=9)
+    family, _ = asyncio.run(registry.open(identity(), SHARD))
+
+    class Vanishing(dict):
+        """What is found there is gone at the next look."""
+
+        def __contains__(self, key: object) -> bool:
+            return self.pop(key, None) is not None
+
+    registry._ending = Vanishing({family.number: (b"ending", 3)})
+    assert registry.name_of(family.number) == (b"ending", 3)

@@ -8,17 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fault_forks import ForkedDaemon, Forker
 
 import kvtier
 from kvtier.testing.daemon_process import DaemonProcess
-
-
-@pytest.fixture(scope="session")
-def forker() -> Iterator[Forker]:
-    made = Forker()
-    yield made
-    made.close()
+from tests.faults.local_crew import Crew
+from tests.forks import ForkedDaemon, Forker
 
 
 @pytest.fixture
@@ -50,6 +44,20 @@ def make_daemon(base: Path, forker: Forker) -> Iterator[Callable[..., DaemonProc
     yield make
     for daemon in made:
         daemon.close()
+
+
+@pytest.fixture(scope="session")
+def whole_crew() -> Iterator[Crew]:
+    made = Crew()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def crew(whole_crew: Crew) -> Iterator[Crew]:
+    """Clients in processes of their own; those of a test end with it."""
+    yield whole_crew
+    whole_crew.end()
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import kvtier
+from kvtier.client.local_channel import Grant, LocalChannel
+from kvtier.client.local_channel import Pages as Common
 from kvtier.client.local_put import LocalPut
-from kvtier.client.local_writer import Grant, LocalWriter
-from kvtier.client.local_writer import Pages as Common
 from kvtier.errors import ForkedClient
 from kvtier.packing.bulk_sums import load_summer
 from kvtier.transfer.local.loading import load_kernels
@@ -196,9 +196,9 @@ def common(ns: kvtier.Namespace, length: int = PAGE) -> Common:
     )
 
 
-def granted(kv: kvtier.Connection, ns: kvtier.Namespace) -> tuple[LocalWriter, list[Grant]]:
+def granted(kv: kvtier.Connection, ns: kvtier.Namespace) -> tuple[LocalChannel, list[Grant]]:
     """A writer with as many slots as the daemon gives."""
-    writer = LocalWriter.attach(
+    writer = LocalChannel.attach(
         kv.capabilities().local_socket,
         Deadline.after(5),
         boot_id=ns._async.opened.boot_id,

@@ -176,7 +176,7 @@ BIG = 96 << 10
 TASKS, STEPS, KEYS_EACH = 8, 40, 4
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 @on_loop
 async def test_movements_race_evictions_and_deletes(base, seed):
     """Each key is put and deleted by one task; all tasks get, prefetch, demote and lease any key.

@@ -77,8 +77,23 @@ class Crashes:
             self.quiet.kill()
 
 
-@pytest.mark.parametrize("point", CRASH_POINTS)
+# Those of puts by shared memory: test_kind_17_local.
+POINTS = [name for name in CRASH_POINTS if not name.startswith("local.")]
+
+
+@pytest.mark.parametrize("point", POINTS)
 def test_killed_at(point, base, make_daemon):
+    killed_at(point, 2, base, make_daemon)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_it_again_and_again(point, base, make_daemon):
+    killed_at(point, 5, base, make_daemon)
+
+
+def killed_at(point, times, base, make_daemon):
+    """The first time that it is reached, then the second time, and so on."""
     crashes = Crashes(base, make_daemon, seed=7)
     daemon = crashes.daemon
     if point.startswith("promote"):
@@ -88,7 +103,7 @@ def test_killed_at(point, base, make_daemon):
             steps = iter(range(40))
             crashes.work.steps_until(lambda: next(steps, None) is None)
         daemon.kill()
-    for nth in range(1, 6):
+    for nth in range(1, times + 1):
         if point == "segment.created" and nth > 1:
             # Segments stay: the second of a start comes where there is none yet.
             crashes.verify()

@@ -68,7 +68,9 @@ async def test_host_memory_gives_up_the_tail(base):
         await daemon.settled()
 
 
-@pytest.mark.parametrize("order", ["head first", "tail first", "shuffled"])
+@pytest.mark.parametrize(
+    "order", ["head first", "tail first", pytest.param("shuffled", marks=pytest.mark.soak)]
+)
 @on_loop
 async def test_nvme_gives_up_the_tail_in_whatever_order_it_came_down(base, order):
     """A tail that was demoted before its head is linked to it all the same."""

@@ -17,10 +17,10 @@ from fault_rig import metrics, tier_of
 
 import kvtier
 from kvtier.core.page import Tier
-from kvtier.testing.daemon_process import DaemonProcess
 from tests.client.local_rig import attached
-from tests.faults.local_crew import Crew, settled
+from tests.faults.local_crew import settled
 from tests.faults.local_roles import PAGES, STEPS
+from tests.forks import ForkedDaemon
 
 PutCode = kvtier.PutCode
 HIT, MISS = kvtier.GetCode.HIT, kvtier.GetCode.MISS
@@ -36,17 +36,10 @@ MINE = 10_000
 
 
 @pytest.fixture(scope="module")
-def crew():
-    made = Crew()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def serving():
+def serving(forker):
     """A daemon of 16 MiB, some 250 pages; a client has its share with 5 of them."""
     base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with DaemonProcess(base, *SETTINGS) as running:
+    with ForkedDaemon(forker, base, *SETTINGS) as running:
         yield running
     shutil.rmtree(base, ignore_errors=True)
 
@@ -58,12 +51,6 @@ def other(serving):
         ns = kv.namespace(PAGES.layout)
         attached(kv)
         yield kv, ns
-
-
-@pytest.fixture(autouse=True)
-def ended(crew):
-    yield
-    crew.end()
 
 
 def grant_bytes(daemon, state: str) -> float:
@@ -133,7 +120,7 @@ def check_all(ns, numbers: range) -> None:
     assert codes.count(HIT) > 150
 
 
-@pytest.mark.parametrize("step", ["half", "copied"])
+@pytest.mark.parametrize("step", [pytest.param("half", marks=pytest.mark.soak), "copied"])
 def test_a_writer_that_is_stopped_past_its_grant_changes_nobodys_page(serving, other, crew, step):
     """Its slots would be used again several times if they were free."""
     kv, ns = other
@@ -209,10 +196,10 @@ def test_a_fork_while_a_put_runs(serving, other, crew):
 
 
 @pytest.mark.parametrize("step", ["half", pytest.param("answered", marks=pytest.mark.soak)])
-def test_the_daemon_is_killed_while_a_client_puts(crew, base, step):
+def test_the_daemon_is_killed_while_a_client_puts(crew, base, step, forker):
     deadline = 2.0
     options = {"first": MINE + 4000, "count": 4, "deadline": deadline}
-    with DaemonProcess(base, *SETTINGS) as daemon:
+    with ForkedDaemon(forker, base, *SETTINGS) as daemon:
         mate = crew.client(daemon.url, "put_held", step=step, **options)
         assert mate.heard() == "there"
         daemon.kill()

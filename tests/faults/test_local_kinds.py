@@ -18,10 +18,10 @@ import pytest
 
 import kvtier
 from kvtier.packing.bulk_sums import load_summer
-from kvtier.testing.daemon_process import DaemonProcess
 from tests.client.local_rig import arena_fd, flip
-from tests.faults.local_crew import Crew, client, store
+from tests.faults.local_crew import client, store
 from tests.faults.local_roles import PAGE, PAGES
+from tests.forks import ForkedDaemon
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
 HIT, MISS, CORRUPT = GetCode.HIT, GetCode.MISS, GetCode.CORRUPT
@@ -29,17 +29,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def crew():
-    made = Crew()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def serving():
+def serving(forker):
     """A daemon of 16 MiB, some 250 pages."""
     base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with DaemonProcess(base, "local.grant_ms=1000") as running:
+    with ForkedDaemon(forker, base, "local.grant_ms=1000") as running:
         yield running
     shutil.rmtree(base, ignore_errors=True)
 

@@ -22,8 +22,9 @@ from fault_rig import tier_of
 import kvtier
 from kvtier.core.page import Tier
 from kvtier.testing.daemon_process import DaemonProcess
-from tests.faults.local_crew import Crew, client, settled, store
+from tests.faults.local_crew import client, settled, store
 from tests.faults.local_roles import PAGE, PAGES
+from tests.forks import ForkedDaemon
 
 PutCode = kvtier.PutCode
 HIT, MISS = kvtier.GetCode.HIT, kvtier.GetCode.MISS
@@ -31,17 +32,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def crew():
-    made = Crew()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def serving():
+def serving(forker):
     """A daemon of 16 MiB, some 250 pages."""
     base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with DaemonProcess(base, "local.grant_ms=1000") as running:
+    with ForkedDaemon(forker, base, "local.grant_ms=1000") as running:
         yield running
     shutil.rmtree(base, ignore_errors=True)
 
@@ -52,12 +46,12 @@ def local(serving):
         yield pair
 
 
-def test_kind_15_daemondeath_with_many_at_work(base):
+def test_kind_15_daemondeath_with_many_at_work(base, forker):
     """Every call ends in time; hits and local puts are back within five seconds."""
     deadline = 1.0
     slowest: list[float] = []
     is_over = threading.Event()
-    with DaemonProcess(base) as daemon, client(daemon, deadline=deadline) as (kv, ns):
+    with ForkedDaemon(forker, base) as daemon, client(daemon, deadline=deadline) as (kv, ns):
         store(ns, range(20)).raise_for_refused()
 
         def work(number: int) -> None:

@@ -1,10 +1,11 @@
-"""Daemons forked from a process that has imported everything already: a start without the second
-that Python takes to load the code, so that a test can have a hundred of them.
+"""Daemons and commands forked from a process that has imported everything already: a start without
+the second that Python takes to load the code, so that a test can have a hundred of them.
 
-    tests -> forker (loads the daemon's code, does nothing else) -> daemon, a process group leader
+    tests -> forker (loads the code, does nothing else) -> `kvtier WORDS`, a process group leader
 
-The daemon is the whole `kvtier serve` as the command line runs it, with its own descriptors and
-environment. One thread at a time.
+Each is the whole of `kvtier serve`, or of another command, as the command line runs it, with its
+own descriptors and the environment that it is given. Tests of what is loaded when, and of limits
+and namespaces of a process, start fresh ones. One thread at a time.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvtier.testing.daemon_process import DaemonProcess
 
-_MESSAGE_BYTES_MAX = 1 << 16
+_MESSAGE_BYTES_MAX = 1 << 17
 _LOAD_S = 60.0
 
 
 class Forked:
-    """A forked daemon, as far as DaemonProcess needs a Popen."""
+    """A forked process, as far as DaemonProcess needs a Popen."""
 
     def __init__(self, pid: int, status_fd: int) -> None:
         self.pid = pid
@@ -40,7 +42,7 @@ class Forked:
     def wait(self, timeout: float | None = None) -> int:
         code = self._ended(timeout)
         if code is None:
-            raise subprocess.TimeoutExpired(f"daemon {self.pid}", timeout or 0.0)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return code
 
     def _ended(self, timeout_s: float | None) -> int | None:
@@ -67,20 +69,43 @@ class Forker:
             )
 
     def fork(
-        self, words: Sequence[str], environment: Mapping[str, str], log: Path, ready_fd: int
+        self, words: Sequence[str], environment: Mapping[str, str], *, output: Sequence[int]
     ) -> Forked:
-        """`kvtier` with these words; {ready_fd} in them is the number of that descriptor."""
+        """`kvtier` with these words, this environment and nothing more of it; `output` are its
+        standard output and error, and a third descriptor, whose number is what {ready_fd} in a word
+        stands for.
+        """
         status, writer = os.pipe()
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         message = json.dumps({"words": list(words), "environment": dict(environment)}).encode()
         assert len(message) < _MESSAGE_BYTES_MAX
         try:
-            socket.send_fds(self._channel, [message], [writer, output, ready_fd])
+            socket.send_fds(self._channel, [message], [writer, *output])
             answer = self._channel.recv(16)
         finally:
             os.close(writer)
-            os.close(output)
         return Forked(int(answer), status)
+
+    def run(
+        self, words: Sequence[str], environment: Mapping[str, str], *, timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        """A command until its end, and what it wrote. Raises subprocess.TimeoutExpired."""
+        with ExitStack() as stack:
+            out, err = (
+                stack.enter_context(os.fdopen(os.memfd_create(name), "rb"))
+                for name in ("stdout", "stderr")
+            )
+            made = self.fork(words, environment, output=(out.fileno(), err.fileno()))
+            try:
+                code = made.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(made.pid, signal.SIGKILL)
+                made.wait(timeout_s)
+                raise
+            said = []
+            for stream in (out, err):
+                stream.seek(0)
+                said.append(stream.read().decode())
+        return subprocess.CompletedProcess(list(words), code, *said)
 
     def close(self) -> None:
         self._channel.close()
@@ -98,7 +123,11 @@ class ForkedDaemon(DaemonProcess):
         self, words: Sequence[str], environment: Mapping[str, str], *, ready_fd: int
     ) -> Forked:
         words = ["serve", *words, "--ready-fd", "{ready_fd}"]
-        return self._forker.fork(words, environment, self.log_path, ready_fd)
+        log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            return self._forker.fork(words, os.environ | environment, output=(log, log, ready_fd))
+        finally:
+            os.close(log)
 
 
 # -- the forker's own process ----------------------------------------------------------------------
@@ -116,45 +145,58 @@ def _serve_forks(channel: socket.socket) -> None:
             os.close(status_fd)
             os.close(pidfd)
         if channel in ready:
-            message, fds, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES_MAX, 3)
+            message, fds, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES_MAX, 4)
             if not message:
                 for pid, _ in children.values():
                     os.kill(pid, signal.SIGKILL)
                 return
             request = json.loads(message)
-            status_fd, output, ready_fd = fds
+            status_fd, *output = fds
             pid = os.fork()
             if pid == 0:
+                os.setsid()
                 for fd in (channel.detach(), status_fd, *children):
                     os.close(fd)
                 for _, other in children.values():
                     os.close(other)
-                _become_daemon(request, output, ready_fd)
-            os.close(output)
-            os.close(ready_fd)
+                _become(request, output)
+            for fd in output:
+                os.close(fd)
             children[os.pidfd_open(pid)] = (pid, status_fd)
             channel.send(str(pid).encode())
 
 
-def _become_daemon(request: dict, output: int, ready_fd: int) -> None:
-    code = 70
+def _become(request: dict, output: Sequence[int]) -> None:
+    """The command, and the end of the process."""
+    code: object = 70
     try:
-        os.setsid()
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
+        out, err, *ready = output
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.close(out)
+        if err != out:
+            os.close(err)
+        os.environ.clear()
         os.environ |= request["environment"]
-        words = [word.format(ready_fd=ready_fd) for word in request["words"]]
+        words = request["words"]
+        if ready:
+            words = [word.replace("{ready_fd}", str(ready[0])) for word in words]
         code = main(words)
+    except SystemExit as end:  # argparse has said the rest
+        code = end.code
+    finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:
-        os._exit(code)
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 if __name__ == "__main__":
-    import kvtier.daemon.run  # noqa: F401
+    import kvtier
+    import kvtier.daemon.run
     from kvtier.cli import main
+
+    # Compiled code is loaded once, here.
+    kvtier.warm_up()
 
     # What is there now stays shared: a daemon that collects garbage must not copy all of it.
     gc.collect()
