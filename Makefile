@@ -11,8 +11,8 @@ CODE   := $(call python_in,kvtier bindings engines)
 OURS   := $(CODE) $(call python_in,tests benchmarks)
 # One thread: a test that depends on the number of cores is a test of the machine.
 ONE    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-# Most tests wait for processes and files: two at a time need hardly more than one would.
-WORKERS ?= 2
+# Most tests wait for processes and files: three at a time need hardly more than two cores.
+WORKERS ?= 3
 PROTOS := $(wildcard proto/kvtier/v1/*.proto)
 
 .DEFAULT_GOAL := help
