@@ -117,9 +117,12 @@ def words_for(group: Group, arguments: argparse.Namespace, fio: str | None) -> l
     return words
 
 
-def save(out: Path, document: dict[str, object], text: str, rows: Sequence[Row]) -> None:
+def save_numbers(out: Path, document: dict[str, object]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def save_text(out: Path, text: str, rows: Sequence[Row]) -> None:
     (out / "results.md").write_text(text, encoding="utf-8")
     progress(f"{out / 'results.json'}, {out / 'results.md'}")
     progress(draw(rows, out / "results.png"))
@@ -143,14 +146,16 @@ def measure(arguments: argparse.Namespace) -> int:
         rows += outcome.rows
         missing += outcome.missing
         is_failed = is_failed or outcome.is_failed
-    document = facts | {
-        "rows": [row.as_json() for row in rows],
-        "not_measured": [item.as_json() for item in missing],
-    }
+        # After each: a run that is cut short has measured something, too.
+        document = facts | {
+            "rows": [row.as_json() for row in rows],
+            "not_measured": [item.as_json() for item in missing],
+        }
+        save_numbers(arguments.out, document)
     quick = "A quick run: it shows that the measurements work, not what they measure.\n\n"
     text = f"{described(facts)}\n\n{quick if arguments.quick else ''}{markdown(rows, missing)}"
     sys.stdout.write(text)
-    save(arguments.out, document, text, rows)
+    save_text(arguments.out, text, rows)
     return 1 if is_failed else 0
 
 

@@ -27,6 +27,10 @@ def is_apart(one: float, other: float) -> bool:
 
 def compare(first: Path, second: Path) -> int:
     """Prints the rows that are apart, and those that one run alone has; the exit status."""
+    for path in (first, second):
+        if not path.is_file():
+            sys.stderr.write(f"{path} is no file: name two results.json of runs\n")
+            return 2
     one, other = _ratios(first), _ratios(second)
     both = [name for name in one if name in other]
     apart = [name for name in both if is_apart(one[name], other[name])]
