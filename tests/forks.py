@@ -14,12 +14,14 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvtier.testing.daemon_process import DaemonProcess
@@ -202,3 +204,14 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     _serve_forks(socket.socket(fileno=int(sys.argv[1])))
+
+
+@contextmanager
+def daemon_of_its_own(forker: Forker, *settings: str) -> Iterator[ForkedDaemon]:
+    """A running daemon in a directory with a name short enough for a socket path."""
+    base = Path(tempfile.mkdtemp(prefix="kvt-"))
+    try:
+        with ForkedDaemon(forker, base, *settings) as running:
+            yield running
+    finally:
+        shutil.rmtree(base, ignore_errors=True)

@@ -11,7 +11,7 @@ import pytest
 
 import kvtier
 from tests.client.fake_daemon import FakeDaemon
-from tests.client.local_rig import NBYTES, attached, opaque
+from tests.client.local_rig import NBYTES, attached, opaque, two_segments
 from tests.forks import ForkedDaemon
 
 
@@ -34,24 +34,7 @@ def process(forker):
 @pytest.fixture
 def layout():
     """Pages of 4 tokens, 1,024 bytes of bfloat16: k and v of 2 layers, 2 heads, 16 numbers."""
-    return kvtier.Layout.from_segments(
-        [
-            kvtier.Segment(
-                name=name,
-                role=role,
-                dtype="bfloat16",
-                layers=2,
-                heads=2,
-                dim=16,
-                scale_rule=kvtier.ScaleRule.LAYER_HEAD,
-            )
-            for name, role in (("k", kvtier.Role.KEY), ("v", kvtier.Role.VALUE))
-        ],
-        model_id="m",
-        revision="r1",
-        page_tokens=4,
-        kv_compute="bfloat16",
-    )
+    return two_segments(layers=2, heads=2, dim=16)
 
 
 @pytest.fixture

@@ -11,7 +11,16 @@ import numpy as np
 
 import kvtier
 
-__all__ = ["NBYTES", "arena_fd", "attached", "flip", "opaque", "pages_of", "separate_keys"]
+__all__ = [
+    "NBYTES",
+    "arena_fd",
+    "attached",
+    "flip",
+    "opaque",
+    "pages_of",
+    "separate_keys",
+    "two_segments",
+]
 
 NBYTES = 64 << 10
 
@@ -44,6 +53,28 @@ def opaque(nbytes: int, *, shard: int = 0, shards: int = 1) -> kvtier.Layout:
         options["shard"] = kvtier.Shard(index=shard, layers=(0, layers), heads=(0, 1))
     return kvtier.Layout.from_segments(
         [segment], model_id="m", revision="r1", page_tokens=1, kv_compute="uint8", **options
+    )
+
+
+def two_segments(*, layers: int, heads: int, dim: int) -> kvtier.Layout:
+    """Pages of 4 tokens of bfloat16, k and v, which can be packed."""
+    return kvtier.Layout.from_segments(
+        [
+            kvtier.Segment(
+                name=name,
+                role=role,
+                dtype="bfloat16",
+                layers=layers,
+                heads=heads,
+                dim=dim,
+                scale_rule=kvtier.ScaleRule.LAYER_HEAD,
+            )
+            for name, role in (("k", kvtier.Role.KEY), ("v", kvtier.Role.VALUE))
+        ],
+        model_id="m",
+        revision="r1",
+        page_tokens=4,
+        kv_compute="bfloat16",
     )
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ from kvtier.core.page import Tier
 from kvtier.packing.record import record_bytes
 from tests.client.local_puts_rig import header_of, opened, remote
 from tests.client.local_rig import NBYTES, arena_fd, opaque, pages_of, separate_keys
-from tests.forks import ForkedDaemon
+from tests.forks import daemon_of_its_own
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
 METRICS = "daemon.metrics_listen=127.0.0.1:0"
@@ -30,10 +27,8 @@ ARENA = 64 << 20
 @pytest.fixture(scope="module")
 def shared(forker):
     """One daemon for the tests that leave it as it was; each has a tenant of its own."""
-    base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with ForkedDaemon(forker, base, f"host.bytes={ARENA}", METRICS) as running:
+    with daemon_of_its_own(forker, f"host.bytes={ARENA}", METRICS) as running:
         yield running
-    shutil.rmtree(base, ignore_errors=True)
 
 
 @pytest.fixture

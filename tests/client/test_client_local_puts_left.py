@@ -4,12 +4,9 @@ does not answer or ends, and what it keeps count of.
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +14,8 @@ import pytest
 import kvtier
 from kvtier.client.local_puts import PutCounts
 from tests.client.local_puts_rig import metrics, opened, remote, soon
-from tests.client.local_rig import NBYTES, attached, pages_of, separate_keys
-from tests.forks import ForkedDaemon
+from tests.client.local_rig import NBYTES, attached, pages_of, separate_keys, two_segments
+from tests.forks import ForkedDaemon, daemon_of_its_own
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
 METRICS = "daemon.metrics_listen=127.0.0.1:0"
@@ -28,10 +25,8 @@ ARENA = 64 << 20
 @pytest.fixture(scope="module")
 def shared(forker):
     """One daemon for the tests that leave it as it was; each has a tenant of its own."""
-    base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with ForkedDaemon(forker, base, f"host.bytes={ARENA}", METRICS) as running:
+    with daemon_of_its_own(forker, f"host.bytes={ARENA}", METRICS) as running:
         yield running
-    shutil.rmtree(base, ignore_errors=True)
 
 
 @pytest.fixture
@@ -57,24 +52,7 @@ def test_durable_and_packed_puts_in_an_arena_of_one_slab(tmp_path, forker):
     """They need the room that was granted ahead, and get it."""
     (tmp_path / "nvme").mkdir(mode=0o700)
     settings = ("host.bytes=8MiB", f"nvme.paths={tmp_path}/nvme", "nvme.bytes=64MiB")
-    layout = kvtier.Layout.from_segments(
-        [
-            kvtier.Segment(
-                name=name,
-                role=role,
-                dtype="bfloat16",
-                layers=8,
-                heads=8,
-                dim=64,
-                scale_rule=kvtier.ScaleRule.LAYER_HEAD,
-            )
-            for name, role in (("k", kvtier.Role.KEY), ("v", kvtier.Role.VALUE))
-        ],
-        model_id="m",
-        revision="r1",
-        page_tokens=4,
-        kv_compute="bfloat16",
-    )
+    layout = two_segments(layers=8, heads=8, dim=64)
     with ForkedDaemon(forker, tmp_path, *settings) as process, kvtier.connect(process.url) as kv:
         ns = kv.namespace(layout, deadline=10)
         attached(kv)

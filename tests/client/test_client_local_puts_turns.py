@@ -191,7 +191,7 @@ def test_a_stopped_daemon_costs_no_more_than_over_grpc(served):
             began = time.monotonic()
             assert put(ns, first, deadline=0.3).reasons == [PutCode.UNAVAILABLE] * 2
             took.append(time.monotonic() - began)
-        assert sorted(took)[5] < 0.04
+        assert sorted(took)[5] < 0.03
     finally:
         os.kill(process.pid, signal.SIGCONT)
     deadline = time.monotonic() + 10
@@ -283,5 +283,7 @@ def test_pages_that_fill_the_arena_stay(process):
             pages = np.full((4, nbytes), n, np.uint8)
             assert ns.put(keys, pages, chain=False).reasons == [PutCode.STORED] * 4
             time.sleep(0.1)
-            assert ns.get(keys).reasons == [GetCode.HIT] * 4
+            # Not by a get: it would make these pages younger than the next ones, a moment later.
+            assert ns.lookup(keys).hits == 4
+        assert ns.get(keys).reasons == [GetCode.HIT] * 4
         assert kv.local.puts.stored == 16

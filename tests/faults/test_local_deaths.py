@@ -6,9 +6,7 @@ it.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 import time
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from kvtier.core.page import Tier
 from tests.client.local_rig import attached
 from tests.faults.local_crew import settled
 from tests.faults.local_roles import PAGES, STEPS
-from tests.forks import ForkedDaemon
+from tests.forks import ForkedDaemon, daemon_of_its_own
 
 PutCode = kvtier.PutCode
 HIT, MISS = kvtier.GetCode.HIT, kvtier.GetCode.MISS
@@ -38,10 +36,8 @@ MINE = 10_000
 @pytest.fixture(scope="module")
 def serving(forker):
     """A daemon of 16 MiB, some 250 pages; a client has its share with 5 of them."""
-    base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with ForkedDaemon(forker, base, *SETTINGS) as running:
+    with daemon_of_its_own(forker, *SETTINGS) as running:
         yield running
-    shutil.rmtree(base, ignore_errors=True)
 
 
 @pytest.fixture

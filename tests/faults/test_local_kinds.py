@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,10 +16,10 @@ import pytest
 
 import kvtier
 from kvtier.packing.bulk_sums import load_summer
-from tests.client.local_rig import arena_fd, flip
+from tests.client.local_rig import arena_fd, flip, two_segments
 from tests.faults.local_crew import client, store
 from tests.faults.local_roles import PAGE, PAGES
-from tests.forks import ForkedDaemon
+from tests.forks import daemon_of_its_own
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
 HIT, MISS, CORRUPT = GetCode.HIT, GetCode.MISS, GetCode.CORRUPT
@@ -31,10 +29,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def serving(forker):
     """A daemon of 16 MiB, some 250 pages."""
-    base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with ForkedDaemon(forker, base, "local.grant_ms=1000") as running:
+    with daemon_of_its_own(forker, "local.grant_ms=1000") as running:
         yield running
-    shutil.rmtree(base, ignore_errors=True)
 
 
 @pytest.fixture
@@ -129,24 +125,7 @@ def test_kind_02_reuse_of_the_callers_memory(serving, local):
 
 def test_kind_04_fp8(serving):
     """A packed page is no hit for who wants the page as it was, and gives way to it."""
-    layout = kvtier.Layout.from_segments(
-        [
-            kvtier.Segment(
-                name=name,
-                role=role,
-                dtype="bfloat16",
-                layers=4,
-                heads=4,
-                dim=64,
-                scale_rule=kvtier.ScaleRule.LAYER_HEAD,
-            )
-            for name, role in (("k", kvtier.Role.KEY), ("v", kvtier.Role.VALUE))
-        ],
-        model_id="m",
-        revision="r1",
-        page_tokens=4,
-        kv_compute="bfloat16",
-    )
+    layout = two_segments(layers=4, heads=4, dim=64)
     with client(serving, layout=layout) as (kv, ns):
         keys = ns.keys(range(24))
         rng = np.random.default_rng(4)

@@ -7,10 +7,8 @@ from __future__ import annotations
 import os
 import random
 import resource
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -24,7 +22,7 @@ from kvtier.core.page import Tier
 from kvtier.testing.daemon_process import DaemonProcess
 from tests.faults.local_crew import client, settled, store
 from tests.faults.local_roles import PAGE, PAGES
-from tests.forks import ForkedDaemon
+from tests.forks import ForkedDaemon, daemon_of_its_own
 
 PutCode = kvtier.PutCode
 HIT, MISS = kvtier.GetCode.HIT, kvtier.GetCode.MISS
@@ -34,10 +32,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def serving(forker):
     """A daemon of 16 MiB, some 250 pages."""
-    base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    with ForkedDaemon(forker, base, "local.grant_ms=1000") as running:
+    with daemon_of_its_own(forker, "local.grant_ms=1000") as running:
         yield running
-    shutil.rmtree(base, ignore_errors=True)
 
 
 @pytest.fixture

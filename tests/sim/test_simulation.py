@@ -16,19 +16,19 @@ STEPS = 1200
 
 
 def test_seeds() -> None:
-    counts = run_seeds(range(16), STEPS)
+    counts = run_seeds(range(32), STEPS)
     # Also that the run has seen enough of everything to mean something.
-    assert counts.stored > 500
-    assert counts.stored_local > 50
-    assert counts.hits_host > 150
-    assert counts.hits_nvme > 50
-    assert counts.flips > 50
-    assert counts.corrupt > 5
-    assert counts.demoted > 150
-    assert counts.promoted > 50
-    assert counts.checkpoints > 50
-    assert min(counts.kills, counts.power_cuts, counts.stops) > 5
-    assert counts.demanded > 150
+    assert counts.stored > 1000
+    assert counts.stored_local > 100
+    assert counts.hits_host > 300
+    assert counts.hits_nvme > 100
+    assert counts.flips > 100
+    assert counts.corrupt > 10
+    assert counts.demoted > 300
+    assert counts.promoted > 100
+    assert counts.checkpoints > 100
+    assert min(counts.kills, counts.power_cuts, counts.stops) > 10
+    assert counts.demanded > 300
 
 
 @pytest.mark.soak
