@@ -15,10 +15,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["DaemonNotReady", "DaemonProcess"]
+__all__ = ["DaemonNotReady", "DaemonProcess", "stop_process"]
 
 _COMMAND = (sys.executable, "-m", "kvtier", "serve")
 _READY_S = 20.0
+#: States of a thread that does nothing more after a SIGSTOP: stopped, ended (proc(5)).
+_STILL = frozenset("TtZX")
 _END_S = 20.0
 
 
@@ -91,7 +93,11 @@ class DaemonProcess:
             time.sleep(0.01)
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        """After SIGSTOP it does nothing more when this returns."""
+        if number is signal.SIGSTOP:
+            stop_process(self.pid)
+        else:
+            os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = _END_S) -> int:
         """The exit code. Raises subprocess.TimeoutExpired."""
@@ -142,3 +148,23 @@ class DaemonProcess:
             self.kill()
             assert self._process is not None
             raise DaemonNotReady(f"exit code {self._process.returncode}:\n{self.log}")
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP. Returns when all its threads have stopped, which is some time after the signal was
+    sent. Raises ProcessLookupError, and TimeoutError if one goes on.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    until = time.monotonic() + _END_S
+    while not all(_is_still(task) for task in Path(f"/proc/{pid}/task").iterdir()):
+        if time.monotonic() > until:
+            raise TimeoutError(f"process {pid} did not stop in {_END_S:g} s")
+        time.sleep(0.001)
+
+
+def _is_still(task: Path) -> bool:
+    try:
+        stat = (task / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # the thread has ended
+    return stat.rpartition(")")[2].split()[0] in _STILL

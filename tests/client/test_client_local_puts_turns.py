@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +16,7 @@ import pytest
 import kvtier
 from kvtier.client import local_puts
 from kvtier.core.page import GetCode, PutCode
-from kvtier.testing.daemon_process import DaemonProcess
+from kvtier.testing.daemon_process import DaemonProcess, stop_process
 from tests.client.local_rig import NBYTES, attached, opaque, pages_of, separate_keys
 
 MIB = 1 << 20
@@ -44,12 +43,6 @@ async def is_attached(kv):
     while not kv.local.is_attached:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
-
-
-def stopped(pid):
-    os.kill(pid, signal.SIGSTOP)
-    while "T (stopped)" not in Path(f"/proc/{pid}/status").read_text():
-        time.sleep(0.001)
 
 
 # -- cancelled ------------------------------------------------------------------------------------
@@ -89,7 +82,7 @@ def test_a_cancel_ends_that_put_alone(process):
             keys = [ns.keys([n])[0] for n in range(30)]
             pages = pages_of(keys, NBYTES)
             await ns.put(keys[:2], pages[:2], chain=False)
-            stopped(process.pid)
+            stop_process(process.pid)
             first = asyncio.ensure_future(ns.put(keys[10:12], pages[10:12], chain=False))
             await asyncio.sleep(0.2)
             second = asyncio.ensure_future(ns.put(keys[20:22], pages[20:22], chain=False))
@@ -181,7 +174,7 @@ def test_a_long_put_does_not_make_others_late(served):
 def test_a_stopped_daemon_costs_no_more_than_over_grpc(served):
     """Once it is known that it does not answer, nobody waits for it."""
     process, kv, ns = served
-    stopped(process.pid)
+    stop_process(process.pid)
     try:
         for first in range(100, 120, 2):
             put(ns, first, deadline=0.3)

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +22,7 @@ from kvtier.core.store import Store, StoreConfig
 from kvtier.daemon.scrub import NvmeFiles, Scrubber, ScrubParts, ScrubReport
 from kvtier.packing.checksum import payload_sum
 from kvtier.packing.record import RecordHeader, encode_header, record_bytes
+from kvtier.testing.daemon_process import stop_process
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.place import Identity, load
 
@@ -160,7 +159,7 @@ async def frozen_in_a_batch(made: Rig, scrubber: Scrubber) -> asyncio.Task[Scrub
         if not pids:
             assert scrubber.process_pid is not None
             pids.append(scrubber.process_pid)
-            os.kill(scrubber.process_pid, signal.SIGSTOP)
+            stop_process(scrubber.process_pid)
 
     run = asyncio.create_task(scrubber.run(Tier.HOST, bytes_per_second=FAST, on_progress=progress))
     await until(lambda: pids and made.pinned())

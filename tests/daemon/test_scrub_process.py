@@ -15,6 +15,7 @@ from scrub_rig import FAST, PAGE, Rig, frozen_in_a_batch, is_gone, rig, until
 
 from kvtier.core.page import Tier
 from kvtier.errors import DaemonUnavailable, DeadlineExceeded
+from kvtier.testing.daemon_process import stop_process
 
 HOST = Tier.HOST
 
@@ -247,7 +248,7 @@ def test_the_process_dies_with_the_daemon(is_stopped):
     with parent:
         pid = int(parent.stdout.readline())
         if is_stopped:
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
         parent.kill()
         parent.wait(10)
         asyncio.run(until(lambda: is_gone(pid)))

@@ -93,7 +93,7 @@ async def test_a_copy_up_that_meets_an_unexpected_error_leaves_nothing(
             with suppress(KvtierError):
                 got = await get_checked(ns, keys)
                 assert HIT not in got.reasons
-        await daemon.settled()
+            await daemon.settled()  # a get ends with its first error, its other copies go on
         assert daemon.counts(Tier.HOST).used_bytes == 0
         assert (await get_checked(ns, keys)).reasons == [HIT] * 4
 
