@@ -20,6 +20,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,12 +33,13 @@ _LOAD_S = 60.0
 
 
 class Forked:
-    """A forked process, as far as DaemonProcess needs a Popen."""
+    """A forked process, as far as DaemonProcess needs a Popen. Any thread."""
 
     def __init__(self, pid: int, status_fd: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._status_fd = status_fd
+        self._lock = threading.Lock()  # between reading the status and closing its pipe
 
     def poll(self) -> int | None:
         return self._ended(0.0)
@@ -48,12 +51,18 @@ class Forked:
         return code
 
     def _ended(self, timeout_s: float | None) -> int | None:
-        if self.returncode is None and select.select([self._status_fd], [], [], timeout_s)[0]:
-            text = os.read(self._status_fd, 16)
-            os.close(self._status_fd)
-            assert text, "the forker has died"
-            self.returncode = int(text)
-        return self.returncode
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self.returncode is None and select.select([self._status_fd], [], [], 0)[0]:
+                    text = os.read(self._status_fd, 16)
+                    os.close(self._status_fd)
+                    assert text, "the forker has died"
+                    self.returncode = int(text)
+            is_late = until is not None and time.monotonic() >= until
+            if self.returncode is not None or is_late:
+                return self.returncode
+            time.sleep(0.002)
 
 
 class Forker:

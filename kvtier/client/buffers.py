@@ -18,6 +18,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.client.overlap import Footprint, shares_memory
 from kvtier.errors import PageSizeError
@@ -71,6 +72,11 @@ class Rows(ABC):
         view = self.direct(index)
         return None if view is None else address_of(view)
 
+    def addresses(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`address` of many pages, 0 for those that have none."""
+        found = [self.address(index) or 0 for index in indices.tolist()]
+        return np.array(found, np.int64)
+
     @abstractmethod
     def load(self, index: int) -> memoryview:
         """A contiguous copy of the page."""
@@ -113,6 +119,11 @@ class FlatRows(Rows):
 
     def address(self, index: int) -> int:
         return self._base + (index if self._ids is None else self._ids[index]) * self._nbytes
+
+    def addresses(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        places = indices if self._ids is None else np.array(self._ids, np.int64)[indices]
+        found: NDArray[np.int64] = places * self._nbytes + self._base
+        return found
 
     def direct(self, index: int) -> memoryview:
         start = (index if self._ids is None else self._ids[index]) * self._nbytes
@@ -273,6 +284,19 @@ def page_ids(at: object, pool_pages: int, request: Request) -> list[int]:
     places: list[Any] = list(cast("Sequence[Any]", given))
     if len(places) != request.count:
         raise size_error(request, "at", len(places), request.count, unit="page ids")
+    if set(map(type, places)) == {int} and min(places) >= 0 and max(places) < pool_pages:
+        ids = places
+    else:
+        ids = _checked_ids(places, pool_pages, request)
+    if request.writable and len(set(ids)) != len(ids):
+        raise PageSizeError(
+            "at names a page of the pool twice", remedy="give each key a page of its own"
+        )
+    return ids
+
+
+def _checked_ids(places: list[Any], pool_pages: int, request: Request) -> list[int]:
+    """Whole numbers of any kind. Raises PageSizeError naming the index."""
     ids = []
     for index, place in enumerate(places):
         if not hasattr(place, "__index__") or not 0 <= int(place) < pool_pages:
@@ -281,10 +305,6 @@ def page_ids(at: object, pool_pages: int, request: Request) -> list[int]:
                 remedy="pass the numbers of pages of the pool, counted from 0",
             )
         ids.append(int(place))
-    if request.writable and len(set(ids)) != len(ids):
-        raise PageSizeError(
-            "at names a page of the pool twice", remedy="give each key a page of its own"
-        )
     return ids
 
 

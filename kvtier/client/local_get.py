@@ -23,15 +23,12 @@ from kvtier.client.local_link import LocalLink
 from kvtier.client.reading import GetOptions, Reader
 from kvtier.core.page import Codec
 from kvtier.packing.checksum import bound_blocks
-from kvtier.packing.record import HEADER_BYTES
-from kvtier.transfer.local.entry import entry_fits
-from kvtier.transfer.local.protocol import DOUBT, Found
+from kvtier.transfer.local.protocol import DOUBT, MISS, Found, Readable
 from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import OpenedNamespace
 
 __all__ = ["LocalGet"]
 
-_SLOT_BYTES: Final = 4096
 _TRIES: Final = 2
 #: Copied between two looks at the clock; also the most memory for pages that have no place of their
 #: own in host memory.
@@ -54,11 +51,12 @@ class LocalGet:
         self._reader = reader
         self._options = options
         self._opened = opened
+        #: Of a page.
+        self.nbytes = reader.layout.raw_bytes
         self.left: set[int] = set()
         self.read: list[int] = []
         self.raced = 0
         self.sums_failed = 0
-        self.in_doubt = 0
 
     def slices(self) -> Iterator[None]:
         """Does the get, pausing after every so many bytes: who runs it may do something else then,
@@ -68,7 +66,7 @@ class LocalGet:
         if Codec.RAW not in self._options.accept:
             self.left.update(every.tolist())
             return
-        step = max(1, _SLICE_BYTES // self._reader.layout.raw_bytes)
+        step = max(1, _SLICE_BYTES // self.nbytes)
         for begin in range(0, len(every), step):
             if begin and self._deadline.has_passed:
                 self._reader.time_out(every[begin:])
@@ -83,22 +81,28 @@ class LocalGet:
     def _look(self, todo: NDArray[np.int64]) -> NDArray[np.int64]:
         """One look at the pages of `todo`; those to look at once more."""
         reader, view = self._reader, self._link.view
+        keys = reader.keys
+        if len(todo) < len(keys):
+            keys = [keys[index] for index in todo.tolist()]
         found = view.lookup(
-            [reader.keys[index] for index in todo.tolist()],
-            namespace=self._opened.namespace_number,
-            shard=reader.layout.shard.index,
+            keys, namespace=self._opened.namespace_number, shard=reader.layout.shard.index
         )
-        is_doubt = found.codes == DOUBT
-        self.in_doubt += int(np.count_nonzero(is_doubt))
-        is_ours = self._readable(found)
-        self.left.update(todo[(found.hits & ~is_ours) | is_doubt].tolist())
-        reader.miss(todo[~found.hits & ~is_doubt])
-        rows = np.flatnonzero(is_ours)
-        passed = self._copy(todo, rows, found)
+        readable = view.readable(
+            found,
+            arena_bytes=len(self._link.arena),
+            length=self.nbytes,
+            lossy_ok=self._options.lossy_ok,
+        )
+        rows = readable.rows
+        if len(rows) < len(todo):
+            self.left.update(todo[readable.others == DOUBT].tolist())
+            reader.miss(todo[readable.others == MISS])
+        passed = self._copy(todo, readable, found)
+        if passed.all():
+            self._settle(todo, rows, found)
+            return todo[:0]
         self._settle(todo, rows[passed], found)
         failed = rows[~passed]
-        if not len(failed):
-            return failed
         self.sums_failed += len(failed)
         is_same = view.recheck(found)[failed]
         self.left.update(todo[failed[is_same]].tolist())
@@ -106,45 +110,31 @@ class LocalGet:
         self.raced += len(again)
         return again
 
-    def _readable(self, found: Found) -> NDArray[np.bool_]:
-        """Which entries are of raw pages of this layout in the arena."""
-        readable = found.hits & entry_fits(found.entries, len(self._link.arena))
-        readable &= found.lengths == np.uint64(self._reader.layout.raw_bytes)
-        readable &= found.codecs == np.uint64(Codec.RAW)
-        if not self._options.lossy_ok:
-            readable &= found.lossy == np.uint64(0)
-        return readable
-
-    def _copy(
-        self, todo: NDArray[np.int64], rows: NDArray[np.int64], found: Found
-    ) -> NDArray[np.bool_]:
-        """Copies the pages of `rows` of `found` to where they are wanted; which are whole there."""
-        reader, link, nbytes = self._reader, self._link, self._reader.layout.raw_bytes
-        indices = todo[rows].tolist()
+    def _copy(self, todo: NDArray[np.int64], readable: Readable, found: Found) -> NDArray[np.bool_]:
+        """Copies pages to where they are wanted; which are whole there, shape (k,)."""
+        reader, link, nbytes = self._reader, self._link, self.nbytes
+        indices = todo[readable.rows]
+        named = indices.tolist()
         blocks = bound_blocks(
-            [reader.keys[index] for index in indices],
+            [reader.keys[index] for index in named],
             fingerprint=self._opened.fingerprint,
             namespace_generation=self._opened.generation,
             shard=reader.layout.shard.index,
             codec=Codec.RAW,
             length=nbytes,
         )
-        sources = found.slots[rows].astype(np.int64) * _SLOT_BYTES
-        sources += link.arena_address + HEADER_BYTES
+        targets = reader.rows.addresses(indices)
         # What has no place of its own in host memory goes through a copy.
         passing: dict[int, memoryview] = {}
-        targets = np.empty(len(rows), np.int64)
-        for at, index in enumerate(indices):
-            address = reader.rows.address(index)
-            if address is None:
-                passing[at] = memoryview(bytearray(nbytes))
-                address = address_of(passing[at])
-            targets[at] = address
+        for at in np.flatnonzero(targets == 0).tolist():
+            passing[at] = memoryview(bytearray(nbytes))
+            targets[at] = address_of(passing[at])
+        sources = readable.offsets + link.arena_address
         made = link.summer.copy(sources, targets, nbytes, blocks).view(np.uint64)
-        passed: NDArray[np.bool_] = (made == found.sums[rows]).all(axis=1)
+        passed: NDArray[np.bool_] = (made == found.sums[readable.rows]).all(axis=1)
         for at, copy in passing.items():
             if passed[at]:
-                reader.rows.store(indices[at], copy)
+                reader.rows.store(named[at], copy)
         return passed
 
     def _settle(self, todo: NDArray[np.int64], rows: NDArray[np.int64], found: Found) -> None:

@@ -138,7 +138,7 @@ class LocalReads:
             left=len(local.left),
         )
         keys = [reader.keys[index] for index in sorted(local.read)]
-        nbytes = len(keys) * reader.layout.raw_bytes
+        nbytes = len(keys) * local.nbytes
         shard = reader.layout.shard.index
         if self.link.note_get(number, shard, keys, nbytes=nbytes, misses=misses):
             self._tell_soon()

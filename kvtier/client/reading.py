@@ -64,8 +64,8 @@ class Reader:
         self._codecs = bytearray(count)
         self._lossy = bytearray(count)
         self._boot_ids = [0] * count
-        self._slots = [0] * count
-        self._generations = [0] * count
+        self._slots = np.zeros(count, np.uint64)
+        self._generations = np.zeros(count, np.uint64)
         self._scratch: memoryview | None = None
 
     def scratch(self, codec: Codec) -> memoryview:
@@ -102,11 +102,10 @@ class Reader:
         self._column(self._tiers)[indices] = Tier.HOST
         self._column(self._codecs)[indices] = Codec.RAW
         self._column(self._lossy)[indices] = lossy
-        places = zip(indices.tolist(), slots.tolist(), generations.tolist(), strict=True)
-        for index, slot, generation in places:
+        self._slots[indices] = slots
+        self._generations[indices] = generations
+        for index in indices.tolist():
             self._boot_ids[index] = boot_id
-            self._slots[index] = slot
-            self._generations[index] = generation
 
     def miss(self, indices: NDArray[np.int64]) -> None:
         self._column(self.codes)[indices] = GetCode.MISS
@@ -135,8 +134,8 @@ class Reader:
             codecs=bytes(self._codecs),
             lossy=bytes(self._lossy),
             boot_ids=self._boot_ids,
-            slots=self._slots,
-            generations=self._generations,
+            slots=self._slots.tolist(),
+            generations=self._generations.tolist(),
         )
 
 

@@ -13,6 +13,7 @@ held whole by every shard.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
 from kvtier.core.page import Codec
@@ -48,7 +49,7 @@ class LayoutOptions(TypedDict, total=False):
     shard: Shard | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """One model's pages, seen from one shard. Raises LayoutError naming the field that is wrong.
 
@@ -205,7 +206,7 @@ class Layout:
         """KV heads of the main model, the range of Shard.heads."""
         return model_heads(self.segments)
 
-    @property
+    @cached_property
     def raw_bytes(self) -> int:
         """Bytes of this shard's payload as its maker computed it."""
         return plan_page(self, Codec.RAW).nbytes

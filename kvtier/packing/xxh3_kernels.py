@@ -8,7 +8,8 @@ to no bytes at all.) The algorithm is that of the XXH3 specification (default se
 
 A library's digest reads memory that a copy has just written, which costs as much as the copy where
 the page is larger than the caches. Stores of long pages go past the caches (STREAM), so that the
-target is not read first.
+target is not read first. Such stores are of whole lines of 64 bytes: where the target begins in the
+middle of one, each is put together from the end of one stripe and the beginning of the next.
 
 Importing this needs numba, and compiles or takes what an earlier process compiled from numba's
 cache. The kernel runs without the interpreter lock and trusts its arguments: bulk_sums.py is the
@@ -33,7 +34,8 @@ SHORT_MAX: Final = 240
 #: What is done with the bytes beside summing them.
 ONLY_SUM: Final = 0
 COPY: Final = 1
-#: As COPY, to targets at multiples of 64.
+#: As COPY, past the caches, to targets at multiples of 16 (numpy's arrays are, torch's are at ones
+#: of 64).
 STREAM: Final = 2
 
 # Constants of the specification.
@@ -75,8 +77,13 @@ _WORD, _INT = ir.IntType(64), ir.IntType(32)
 _LINE = ir.VectorType(_WORD, 8)
 
 
-def _stripes(mode: int) -> Any:
-    """A loop over 64-byte stripes: (accumulator, source, target, secret: addresses; how many)."""
+def _stripes(mode: int, skew: int = 0) -> Any:
+    """A loop over 64-byte stripes: (accumulator, source, target, secret: addresses; how many).
+
+    The last stripe is kept behind the accumulator. With STREAM the target lies `skew` words behind
+    a multiple of 64: lines are stored from the one that the stripe before this loop began, to the
+    one that its last stripe ends; what is left of that one is the caller's.
+    """
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         accumulator, source, target, secret, count = args
@@ -84,28 +91,38 @@ def _stripes(mode: int) -> Any:
         loop = function.append_basic_block("stripe")
         done = function.append_basic_block("stripes_done")
         kept = _pointer(builder, accumulator)
-        first = _loaded(builder, kept, 8)
+        stripe_kept = _pointer(builder, builder.add(accumulator, _number(_STRIPE)))
+        first, stripe_before = _loaded(builder, kept, 8), _loaded(builder, stripe_kept, 8)
         builder.cbranch(builder.icmp_signed(">", count, _number(0)), loop, done)
         builder.position_at_end(loop)
-        at, lanes = builder.phi(_WORD), builder.phi(_LINE)
+        at, lanes, previous = builder.phi(_WORD), builder.phi(_LINE), builder.phi(_LINE)
         offset = builder.shl(at, _number(6))
         data = _loaded(builder, _pointer(builder, builder.add(source, offset)), 1)
         if mode != ONLY_SUM:
-            _store(builder, data, builder.add(target, offset), mode)
+            place = builder.add(target, offset)
+            if skew:
+                line = ir.Constant(ir.VectorType(_INT, 8), list(range(8 - skew, 16 - skew)))
+                whole = builder.shuffle_vector(previous, data, line)
+                _store(builder, whole, builder.sub(place, _number(8 * skew)), mode)
+            else:
+                _store(builder, data, place, mode)
         key = builder.add(secret, builder.shl(at, _number(3)))
         mixed = _mixed(builder, data, _loaded(builder, _pointer(builder, key), 1))
         added, following = builder.add(lanes, mixed), builder.add(at, _number(1))
         builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
         builder.position_at_end(done)
-        last = builder.phi(_LINE)
-        for phi, incoming in (
-            (at, ((_number(0), before), (following, loop))),
-            (lanes, ((first, before), (added, loop))),
-            (last, ((first, before), (added, loop))),
+        last, stripe_last = builder.phi(_LINE), builder.phi(_LINE)
+        for phi, entering, staying in (
+            (at, _number(0), following),
+            (lanes, first, added),
+            (previous, stripe_before, data),
+            (last, first, added),
+            (stripe_last, stripe_before, data),
         ):
-            for value, block in incoming:
-                phi.add_incoming(value, block)
+            phi.add_incoming(entering, before)
+            phi.add_incoming(staying, loop)
         builder.store(last, kept).align = 8
+        builder.store(stripe_last, stripe_kept).align = 8
         return _context.get_dummy_value()
 
     def typed(
@@ -152,6 +169,19 @@ def _line(value: int) -> Any:
 
 
 _only_sum, _copy, _stream = (_stripes(mode) for mode in (ONLY_SUM, COPY, STREAM))
+_stream_2, _stream_4, _stream_6 = (_stripes(STREAM, skew) for skew in (2, 4, 6))
+
+
+@instructions
+def _put_line(typing: Any, source: Any, target: Any) -> Any:
+    """Copies 64 bytes of our own to any address."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        line = _loaded(builder, _pointer(builder, args[0]), 8)
+        _store(builder, line, args[1], COPY)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
 
 
 @instructions
@@ -231,6 +261,24 @@ def _swapped(value: Any) -> Any:
     return (value << _HALF) | (value >> _HALF)
 
 
+@part
+def _add_stripes(mode: Any, skew: Any, at: Any, source: Any, target: Any, count: Any) -> None:
+    """Sums stripes up, and does with them what `mode` says."""
+    secret = _SECRET.ctypes.data
+    if mode == ONLY_SUM:
+        _only_sum(at, source, 0, secret, count)
+    elif mode == COPY:
+        _copy(at, source, target, secret, count)
+    elif skew == 0:
+        _stream(at, source, target, secret, count)
+    elif skew == 2:
+        _stream_2(at, source, target, secret, count)
+    elif skew == 4:
+        _stream_4(at, source, target, secret, count)
+    else:
+        _stream_6(at, source, target, secret, count)
+
+
 @compiled("void(int64[::1],int64[::1],int64,int64,uint64[:,::1],int64,uint64[:,::1])")
 def sum_pages(
     sources: Any, targets: Any, nbytes: Any, mode: Any, blocks: Any, digest_word: Any, sums: Any
@@ -238,23 +286,25 @@ def sum_pages(
     """For each page: copies it as `mode` says, puts its digest (16 bytes) into its row of `blocks`
     (n, 16 words) at `digest_word`, and the digest of that row into `sums` (n, 2 words).
     """
-    lanes = np.empty(8, np.uint64)
+    lanes = np.empty(16, np.uint64)  # and the last stripe
     at, secret = lanes.ctypes.data, _SECRET.ctypes.data
     length = np.uint64(nbytes)
     whole = (nbytes - 1) // _BLOCK
     left = (nbytes - 1 - whole * _BLOCK) // _STRIPE
     for page in range(len(sources)):
         source, target = sources[page], targets[page]
-        lanes[:] = _START
+        skew = (target & 63) >> 3
+        lanes[:8] = _START
         for block in range(whole + 1):
             begin = block * _BLOCK
             count = _STRIPES_PER_BLOCK if block < whole else left
-            if mode == ONLY_SUM:
-                _only_sum(at, source + begin, 0, secret, count)
-            elif mode == COPY:
-                _copy(at, source + begin, target + begin, secret, count)
-            else:
-                _stream(at, source + begin, target + begin, secret, count)
+            way = mode
+            if skew and mode == STREAM and (block == 0 or block == whole):
+                # A line that other memory shares, or that no further stripe ends.
+                way = COPY
+                if block > 0:
+                    _put_line(at + _STRIPE, target + begin - _STRIPE)
+            _add_stripes(way, skew, at, source + begin, target + begin, count)
             if block < whole:
                 for lane in range(8):
                     value = lanes[lane]

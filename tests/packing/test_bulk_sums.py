@@ -17,7 +17,9 @@ from kvtier.packing import bulk_sums
 from kvtier.packing.bulk_sums import CompiledSummer, Summer, XxhashSummer, load_summer
 from kvtier.packing.checksum import bound_blocks, payload_sum
 
-LENGTHS = [1, 16, 17, 128, 129, 240, 241, 255, 256, 1023, 1024, 1025, 1088, 4096, 65_537, 1 << 20]
+LENGTHS = [1, 16, 17, 128, 129, 240, 241, 255, 256, 1023, 1024, 1025, 1088, 4096, 65_537]
+#: From here on the target is written past the caches, in one way for each place in a line.
+LENGTHS += [(1 << 20) + more for more in (-1024, 0, 16, 65, 1000)]
 NAMED = {
     "fingerprint": bytes(range(100, 132)),
     "namespace_generation": 0x0102030405060708,
@@ -45,7 +47,7 @@ def addresses(array: np.ndarray, starts: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("nbytes", LENGTHS)
-@pytest.mark.parametrize("skew", [0, 1, 8, 63])
+@pytest.mark.parametrize("skew", [0, 1, 8, 16, 32, 48, 63])
 def test_sums_and_copies(summer: Summer, nbytes: int, skew: int) -> None:
     """Wherever pages lie: the sum of each, its bytes at the target and nothing beside it."""
     count = 3
@@ -111,13 +113,15 @@ def test_the_sum_is_bound_to_every_name(summer: Summer, name: str) -> None:
     assert made[0] != made[1]
 
 
-def test_what_is_copied_is_what_is_summed(summer: Summer) -> None:
+@pytest.mark.parametrize("skew", [0, 16])
+@pytest.mark.parametrize("nbytes", [16_384, 160 << 10])
+def test_what_is_copied_is_what_is_summed(summer: Summer, nbytes: int, skew: int) -> None:
     """The source is written to all the time: a target always has the sum that was given for it."""
-    nbytes, count = 16_384, 8
+    count = 8
     source = np.zeros(count * nbytes, np.uint8)
-    target = np.zeros(count * nbytes + 64, np.uint8)
+    target = np.zeros(count * nbytes + 128, np.uint8)
     starts = [number * nbytes for number in range(count)]
-    aligned = -target.ctypes.data % 64
+    aligned = -target.ctypes.data % 64 + skew
     is_over = threading.Event()
 
     def scribble() -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvtier.transfer.local import kernels, owner_kernels
 from kvtier.transfer.local.entry import Words
 from kvtier.transfer.local.mapped import MappedTable
-from kvtier.transfer.local.protocol import Found
+from kvtier.transfer.local.protocol import Found, Readable
 
 __all__ = ["CompiledKernels"]
 
@@ -33,6 +33,16 @@ class CompiledKernels:
             table.shape, keys, name, found.words, found.places, found.codes, found.tiers
         )
         return torn, doubts
+
+    def readable(self, found: Found, *, arena_bytes: int, length: int, lossy_ok: bool) -> Readable:
+        count = len(found.codes)
+        assert len(found.words) == 16 * count, "a lookup without entries"
+        room, others = np.empty((2, count), np.int64), np.empty(count, np.uint8)
+        rows, offsets = room
+        taken = kernels.readable(
+            found.words, found.codes, arena_bytes, length, lossy_ok, rows, offsets, others
+        )
+        return Readable(rows[:taken], offsets[:taken], others)
 
     def recheck(self, table: MappedTable, found: Found, same: NDArray[np.uint8]) -> None:
         assert 16 * len(same) == len(found.words), "same is not for these entries"

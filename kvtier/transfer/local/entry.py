@@ -51,10 +51,12 @@ __all__ = [
     "EMPTY",
     "ENTRY_BYTES",
     "ENTRY_WORDS",
+    "HOST_WITH_SUMS",
     "LENGTH_BYTES_MAX",
     "MIX_FACTORS",
     "NAME_BITS",
     "PLACE_FACTORS",
+    "SLOT_BYTES",
     "Words",
     "encode_columns",
     "encode_entries",
@@ -84,10 +86,12 @@ NAME_BITS: Final = (1 << 48) - 1
 _SEALED: Final = 1
 _HAS_SUMS: Final = 16
 _LOSSY: Final = 1
-_HOST_WITH_SUMS: Final = Tier.HOST | (_SEALED | _HAS_SUMS) << 8
+#: The place word's highest 16 bits in the entry of a host copy with sums.
+HOST_WITH_SUMS: Final = Tier.HOST | (_SEALED | _HAS_SUMS) << 8
 #: The record header that lies before the payload.
 _HEADER_BYTES: Final = 4096
-_SLOT_BYTES: Final = 4096
+#: What slots are counted in.
+SLOT_BYTES: Final = 4096
 
 _ENTRY: Final = struct.Struct("<32sIHBBQQIHBB16s16s24xQ")
 _ALL: Final = (1 << 64) - 1
@@ -333,14 +337,14 @@ def entry_fits(words: Words, arena_bytes: int) -> NDArray[np.bool_]:
     """
     place, packed = words[:, 4], words[:, 7]
     length = packed & np.uint64(LENGTH_BYTES_MAX)
-    fits: NDArray[np.bool_] = place >> np.uint64(48) == np.uint64(_HOST_WITH_SUMS)
+    fits: NDArray[np.bool_] = place >> np.uint64(48) == np.uint64(HOST_WITH_SUMS)
     codec = (packed >> np.uint64(48)) & np.uint64(0xFF)
     fits &= np.logical_or.reduce([codec == known for known in _CODECS])
     fits &= packed >> np.uint64(56) <= np.uint64(_LOSSY)
     # Divided, not multiplied: a slot may be any 64 bits, and nothing here may wrap.
-    slots = arena_bytes // _SLOT_BYTES
+    slots = arena_bytes // SLOT_BYTES
     slot = words[:, 6]
     fits &= slot < np.uint64(slots)
-    room = (np.uint64(slots) - np.minimum(slot, np.uint64(slots))) * np.uint64(_SLOT_BYTES)
+    room = (np.uint64(slots) - np.minimum(slot, np.uint64(slots))) * np.uint64(SLOT_BYTES)
     fits &= (room >= np.uint64(_HEADER_BYTES)) & (length <= room - np.uint64(_HEADER_BYTES))
     return fits

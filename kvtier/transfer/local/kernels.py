@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvtier.core.page import Codec
 from kvtier.packing.jit_numba import compiled, part
 from kvtier.transfer.local.atomics import (
     fence_acquire,
@@ -39,6 +40,7 @@ from kvtier.transfer.local.compiling import (
     home,
     opened,
 )
+from kvtier.transfer.local.entry import HOST_WITH_SUMS, LENGTH_BYTES_MAX, SLOT_BYTES
 from kvtier.transfer.local.header import (
     NAMESPACE_FACTOR,
     NAMESPACE_PROBES,
@@ -55,7 +57,7 @@ from kvtier.transfer.local.protocol import (
     ROUNDS_MAX,
 )
 
-__all__ = ["namespace", "probe", "recheck"]
+__all__ = ["namespace", "probe", "readable", "recheck"]
 
 _NUMBER: Final = np.uint64(NAMESPACE_FACTOR)
 _LOW: Final = np.uint64(0xFFFFFFFF)
@@ -63,6 +65,11 @@ _LOW: Final = np.uint64(0xFFFFFFFF)
 _CHUNK: Final = 32
 _TIER: Final = np.uint64(48)
 _TIER_BITS: Final = np.uint64(0xFF)
+_WITH_SUMS: Final = np.uint64(HOST_WITH_SUMS)
+_LENGTH: Final = np.uint64(LENGTH_BYTES_MAX)
+_LOSSY_BIT: Final = np.uint64(1 << 8)
+_RAW: Final = np.uint64(Codec.RAW)
+_SLOT: Final = np.int64(SLOT_BYTES)
 #: What a look at one place comes to: the run ends here, the entry is here, it is of another page,
 #: it is being written and may be anything.
 _END: Final = 0
@@ -227,6 +234,44 @@ def probe(shape: Any, words: Any, name: Any, rows: Any, places: Any, found: Any,
     return torn, doubts
 
 
+@compiled(
+    f"int64({GIVEN}, Array(uint8, 1, 'C', readonly=True), int64, int64, boolean,"
+    " int64[::1], int64[::1], uint8[::1])"
+)
+def readable(
+    words: Any,
+    found: Any,
+    arena_bytes: Any,
+    length: Any,
+    lossy_ok: Any,
+    rows: Any,
+    offsets: Any,
+    others: Any,
+) -> Any:
+    """Fills rows and offsets (up to n) and others (n), see Readable; how many can be read."""
+    count = 0
+    # The header takes a unit of its own, before the payload.
+    free = arena_bytes // _SLOT - 1 - (length + _SLOT - 1) // _SLOT
+    for i in range(len(found)):
+        others[i] = found[i]
+        if found[i] != HIT:
+            continue
+        others[i] = DOUBT
+        packed = words[16 * i + 7]
+        is_ours = words[16 * i + 4] >> _TIER == _WITH_SUMS
+        is_ours &= np.int64(packed & _LENGTH) == length
+        kind = packed >> _TIER
+        is_ours &= kind == _RAW or (lossy_ok and kind == _RAW | _LOSSY_BIT)
+        slot = words[16 * i + 6]
+        # A slot may be any 64 bits: compared before it is counted with.
+        if is_ours and free >= 0 and slot <= np.uint64(free):
+            others[i] = HIT
+            rows[count] = i
+            offsets[count] = (np.int64(slot) + 1) * _SLOT
+            count += 1
+    return count
+
+
 @part
 def _is_same(address: Any, row: Any) -> Any:
     # Mix last: the words before it were still these when it was.
@@ -288,6 +333,3 @@ def namespace(shape: Any, number: Any) -> Any:
         if word >> HALF == number:
             return word
     return EMPTY_WORD
-
-
-_ADDRESSES: Final = "Array(int64, 1, 'C', readonly=True)"

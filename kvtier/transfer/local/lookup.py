@@ -6,7 +6,7 @@ again, and where it gives up it says DOUBT instead of MISS and counts. Nothing t
 makes a call fail or read outside of the map; what an entry leads to is for the caller to check
 (entry.entry_fits).
 
-A get is: `lookup`; `entry_fits`; copy out of the arena; verify the payload_sum; `recheck`;
+A get is: `lookup`; `readable`; copy out of the arena; verify the payload_sum; `recheck`;
 `namespace_is_current`. If the last two hold, the page was the current one when the get ended.
 
 Thread rule: any thread; counters can lag. `close` ends the view for everybody, and memory that a
@@ -40,7 +40,7 @@ from kvtier.transfer.local.header import (
 )
 from kvtier.transfer.local.loading import load_kernels
 from kvtier.transfer.local.mapped import MappedTable
-from kvtier.transfer.local.protocol import ROUNDS_MAX, Found, Kernels
+from kvtier.transfer.local.protocol import ROUNDS_MAX, Found, Kernels, Readable
 
 __all__ = ["DirectoryView"]
 
@@ -124,6 +124,12 @@ class DirectoryView:
                 self._torn_reads += torn
                 self._doubts += doubts
         return found
+
+    def readable(self, found: Found, *, arena_bytes: int, length: int, lossy_ok: bool) -> Readable:
+        """Which of `found` are raw pages of `length` bytes whose whole record lies in the arena."""
+        return self._kernels.readable(
+            found, arena_bytes=arena_bytes, length=length, lossy_ok=lossy_ok
+        )
 
     def recheck(self, found: Found) -> NDArray[np.bool_]:
         """Which entries of `found` are still in the table exactly so, shape (n,).

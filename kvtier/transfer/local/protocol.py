@@ -26,6 +26,7 @@ __all__ = [
     "ROUNDS_MAX",
     "Found",
     "Kernels",
+    "Readable",
 ]
 
 #: The outcome of one key. DOUBT is a miss that may be one only because the table was being changed,
@@ -106,6 +107,19 @@ class Found:
         return self.entries[:, 8:10]
 
 
+@dataclass(slots=True)
+class Readable:
+    """Which keys of a Found have a raw page of one length in the arena, whose sum is known, and
+    where: `rows` (k) are their numbers, `offsets` (k) the first payload bytes, counted from where
+    the arena begins. `others` (n) says of each key HIT for those, MISS for a miss, and DOUBT for
+    what has to be asked of the daemon.
+    """
+
+    rows: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    others: NDArray[np.uint8]
+
+
 class Kernels(Protocol):
     """The inner loops over a MappedTable. Arrays are C-contiguous, of n keys or rows, and `keys`
     has 4 n words; a row is an entry's 16 words. Only `probe`, `recheck` and `namespace`
@@ -118,6 +132,9 @@ class Kernels(Protocol):
 
     def probe(self, table: MappedTable, keys: Words, name: int, found: Found) -> tuple[int, int]:
         """Fills `found` with what the keys have under a name word; (torn reads, DOUBTs)."""
+
+    def readable(self, found: Found, *, arena_bytes: int, length: int, lossy_ok: bool) -> Readable:
+        """What can be read of `found` now, as entry.entry_fits says it: raw pages of `length`."""
 
     def recheck(self, table: MappedTable, found: Found, same: NDArray[np.uint8]) -> None:
         """Clears same (n) where the entry of `found` is no longer in the table, exactly so."""

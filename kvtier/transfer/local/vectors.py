@@ -15,11 +15,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.core.page import Codec
+from kvtier.packing.record import HEADER_BYTES
 from kvtier.transfer.local.entry import (
     BUSY,
     EMPTY,
     NAME_BITS,
+    SLOT_BYTES,
     Words,
+    entry_fits,
     mix_many,
     mix_one,
     place_many,
@@ -40,6 +44,7 @@ from kvtier.transfer.local.protocol import (
     READS_MAX,
     ROUNDS_MAX,
     Found,
+    Readable,
 )
 
 __all__ = ["NumpyKernels", "fill"]
@@ -77,6 +82,17 @@ class NumpyKernels:
             torn += search.run(missed)
         found.codes[found.codes == MISS] = DOUBT
         return torn, int(np.count_nonzero(found.codes == DOUBT))
+
+    def readable(self, found: Found, *, arena_bytes: int, length: int, lossy_ok: bool) -> Readable:
+        fits = found.hits & entry_fits(found.entries, arena_bytes)
+        fits &= (found.lengths == np.uint64(length)) & (found.codecs == np.uint64(Codec.RAW))
+        if not lossy_ok:
+            fits &= found.lossy == np.uint64(0)
+        others = np.where(fits, np.uint8(HIT), np.uint8(DOUBT))
+        others[found.codes == MISS] = MISS
+        rows = np.flatnonzero(fits)
+        offsets = found.slots[rows].astype(np.int64) * SLOT_BYTES + HEADER_BYTES
+        return Readable(rows, offsets, others)
 
     def recheck(self, table: MappedTable, found: Found, same: NDArray[np.uint8]) -> None:
         if table.words[OPEN_WORD] != 1:
