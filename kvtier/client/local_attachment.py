@@ -168,7 +168,15 @@ class LocalAttachment:
             self._thread = threading.Thread(
                 target=self._attach, args=self._offer, name="kvtier-attach", daemon=True
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                why = str(error)
+            else:
+                return
+        # A call must not fail for want of a thread that it can do without.
+        remedy = "raise the limits of threads and of address space (ulimit -u, -v)"
+        self._failed(f"there is no thread to attach in: {why}", remedy)
 
     def _attach(self, socket_path: str, boot_id: int) -> None:
         try:
@@ -179,10 +187,11 @@ class LocalAttachment:
         except KvtierError as error:
             self._failed(str(error), error.remedy)
             return
-        except Exception:
+        except Exception as error:
             # An engine must not lose a thread to its cache without a word.
             log.exception("local.attach_crashed")
-            self._failed("an unexpected error, see the log", "report it; calls go over gRPC")
+            why = f"an unexpected error, see the log: {type(error).__name__}: {error}"
+            self._failed(why, "report it; calls go over gRPC")
             return
         with self._lock:
             is_wanted = not self._is_closed and self._offer == (socket_path, boot_id)

@@ -28,6 +28,7 @@ _ATTACH_S_MAX: Final = 2.0
 _CREDENTIALS: Final = struct.Struct("3i")
 _SEND_BUFFER_BYTES: Final = 1 << 20
 _REMEDY: Final = "calls go over gRPC meanwhile; see the daemon's log"
+_FILES_REMEDY: Final = "raise the limit of open files (ulimit -n); calls go over gRPC meanwhile"
 
 #: Of this process.
 _controls: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -63,10 +64,13 @@ def greeted(
     """An attachment, ended with the block unless `keep` is called in it; the descriptors are closed
     in any case.
 
-    Raises DaemonUnavailable (also for another boot), InvalidFrame, and what the daemon refuses it
-    with.
+    Raises DaemonUnavailable (also for another boot, and where this process may not open more
+    files), InvalidFrame, and what the daemon refuses it with.
     """
-    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise DaemonUnavailable(f"no socket: {error.strerror}", remedy=_FILES_REMEDY) from error
     _controls.add(control)
     welcomed = Welcomed(control)
     try:
@@ -105,10 +109,16 @@ def _exchange(
     control.send(frames.encode(hello))
     control.settimeout(max(0.001, end - time.monotonic()))
     # MSG_CMSG_CLOEXEC: a child that is started meanwhile must not inherit them.
-    packet, received, _, _ = socket.recv_fds(
+    packet, received, flags, _ = socket.recv_fds(
         control, frames.FRAME_BYTES_MAX, 2, socket.MSG_CMSG_CLOEXEC
     )
     fds += received
+    if flags & socket.MSG_CTRUNC:
+        raise DaemonUnavailable(
+            f"this process could take {len(received)} of the descriptors that the daemon passed: "
+            "it has too many open files",
+            remedy=_FILES_REMEDY,
+        )
     return packet
 
 

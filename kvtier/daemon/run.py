@@ -41,7 +41,7 @@ from kvtier.errors import DirectoryError, InvalidConfigValue, KvtierError, NotEn
 from kvtier.packing.fp8 import Fp8Backend, backend
 from kvtier.tiers.crash_points import arm_crash_point
 from kvtier.tiers.host import SLAB_BYTES, HostArena
-from kvtier.tiers.memory import MemoryPolicy, check_memory
+from kvtier.tiers.memory import MemoryPolicy, check_address_space, check_memory
 
 __all__ = ["CRASHED", "run"]
 
@@ -140,6 +140,9 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
         nvme = prepare(config.nvme, directory.path, discard_cache=discard_cache)
         stack.callback(nvme.tier.close)
     grant = check_memory(config.host.bytes, policy=MemoryPolicy(unit_bytes=SLAB_BYTES))
+    index_pages = grant.granted_bytes // PAGE_BYTES_PER_INDEX_ENTRY
+    index_pages += nvme.pages_max if nvme is not None else 0
+    check_address_space(grant.granted_bytes, index_pages=index_pages)
     arena = HostArena(grant.granted_bytes)
     stack.callback(arena.close)
     boot_id = new_boot_id()

@@ -6,6 +6,7 @@ left after the reserve; it grants less than was asked only with a sentence that 
 at all only with NotEnoughMemory. A memfd counts as this process's memory in the cgroup that touches
 it first, and over the limit the kernel kills instead of failing a call: so the answer is asked for
 before memory is touched.
+`check_address_space` asks for address space, where that is limited.
 
 Thread rule: functions without state; files, clock and sleep come in as arguments.
 """
@@ -13,6 +14,7 @@ Thread rule: functions without state; files, clock and sleep come in as argument
 from __future__ import annotations
 
 import logging
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ __all__ = [
     "MemoryGrant",
     "MemoryPolicy",
     "ReadText",
+    "check_address_space",
     "check_memory",
     "mib",
     "read_headroom",
@@ -39,6 +42,10 @@ log = logging.getLogger(__name__)
 RESERVE_BYTES = 256 << 20
 #: cgroup v1 writes "no limit" as a number near 2^63.
 _V1_UNLIMITED = 1 << 62
+#: Address space that the index and the directory take for each page that they can hold.
+_INDEX_BYTES_PER_PAGE = 512
+#: And what threads and their heaps take (measured on two cores: 300 MiB are too little).
+_THREADS_BYTES = 512 << 20
 
 #: A file's text by its absolute path; raises OSError where there is no such file.
 ReadText: TypeAlias = Callable[[str], str]
@@ -134,6 +141,30 @@ def check_memory(
     if grant.is_reduced:
         log.warning("host.memory.reduced", extra={"reason": grant.reason})
     return grant
+
+
+def check_address_space(
+    host_bytes: int,
+    *,
+    index_pages: int,
+    reserve_bytes: int = _THREADS_BYTES,
+    read: ReadText = read_text,
+) -> None:
+    """Raises NotEnoughMemory unless RLIMIT_AS leaves room to map the arena and the index, and the
+    reserve: a library that gets no thread for want of it ends the process without a word of why.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return
+    free = max(0, limit - int(read("/proc/self/statm").split()[0]) * resource.getpagesize())
+    index_bytes = index_pages * _INDEX_BYTES_PER_PAGE
+    if free < host_bytes + index_bytes + reserve_bytes:
+        raise NotEnoughMemory(
+            f"the host tier needs {mib(host_bytes)} of address space (host.bytes), "
+            f"{mib(index_bytes)} for its index and a reserve of {mib(reserve_bytes)}; "
+            f"RLIMIT_AS = {mib(limit)} leaves {mib(free)}",
+            remedy=f"lower host.bytes (now {host_bytes}), or raise the limit (ulimit -v, LimitAS=)",
+        )
 
 
 def read_headroom(read: ReadText = read_text) -> Headroom:

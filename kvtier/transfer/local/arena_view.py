@@ -37,7 +37,8 @@ def map_arena(fd: int, arena_bytes: int, *, writable: bool) -> NDArray[np.uint8]
     except OSError as error:
         raise DirectoryError(
             f"the arena of {arena_bytes} bytes cannot be mapped: {error.strerror}",
-            remedy='raise the limit of address space (ulimit -v), or use plane="grpc"',
+            remedy="raise the limit of address space or of open files (ulimit -v, -n), or use "
+            'plane="grpc"',
         ) from error
     return np.frombuffer(pages, np.uint8, count=arena_bytes)
 
