@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self
@@ -79,7 +80,7 @@ class LocalChannel:
         self._pool: dict[int, deque[Grant]] = {}  # by record size
         self._asked: dict[int, _Asked] = {}  # by number; frames that were not answered yet
         self._numbers = 0
-        self._is_present = np.zeros(-(-len(arena) // _CHUNK_BYTES), np.bool_)
+        self._is_present = bytearray(-(-len(arena) // _CHUNK_BYTES))  # 1 of each chunk that is
         self._late: list[int] = []  # generations of grants whose time has passed
         #: A wait for an answer was given up, and it has not come since.
         self.is_silent = False
@@ -130,6 +131,13 @@ class LocalChannel:
         if begin < end:
             self._arena[begin:end] = 0
 
+    def targets(self, grants: Sequence[Grant], length: int) -> NDArray[np.int64]:
+        """Where payloads of `length` bytes go, shape (n,); what follows them there is cleared."""
+        if length % _SLOT_BYTES:
+            for grant in grants:
+                self.clear_rest(grant, length)
+        return np.array([self.payload_address(grant) for grant in grants], np.int64)
+
     def take(self, length: int, most: int) -> list[Grant]:
         """Slots for payloads of `length` bytes, as many as there are."""
         record = record_bytes(length)
@@ -146,12 +154,12 @@ class LocalChannel:
         return taken
 
     def _make_present(self, begin: int, nbytes: int) -> None:
-        chunks = slice(begin // _CHUNK_BYTES, -(-(begin + nbytes) // _CHUNK_BYTES))
-        if not self._is_present[chunks].all():
-            begin = chunks.start * _CHUNK_BYTES
-            end = min(chunks.stop * _CHUNK_BYTES, len(self._arena))
+        first, after = begin // _CHUNK_BYTES, -(-(begin + nbytes) // _CHUNK_BYTES)
+        if self._is_present.find(0, first, after) >= 0:
+            begin = first * _CHUNK_BYTES
+            end = min(after * _CHUNK_BYTES, len(self._arena))
             make_present(self._arena, begin, end - begin)
-            self._is_present[chunks] = True
+            self._is_present[first:after] = bytes([1]) * (after - first)
 
     def spare(self, length: int) -> None:
         """Slots for payloads of another length are given back with the next frame."""

@@ -23,6 +23,7 @@ from kvtier.transfer.planes.values import Hints, OpenedNamespace, OutgoingPage, 
 __all__ = ["PutOptions", "Writer"]
 
 _CODES = frozenset(map(int, PutCode))
+_HOST = int(Durability.HOST)
 _STORED = frozenset(int(code) for code in PutCode if code.is_stored)
 
 
@@ -94,7 +95,7 @@ class Writer:
     def settle(self, index: int, code: PutCode, ref: PageRef | None) -> None:
         """The outcome of a page that is in host memory now."""
         self.codes[index] = code
-        self.reached[index] = Durability.HOST
+        self.reached[index] = _HOST
         self.refs[index] = ref
 
     @property
@@ -102,12 +103,16 @@ class Writer:
         """Pages that are in the cache now."""
         return sum(code in _STORED for code in self.codes)
 
-    def parent_of(self, index: int) -> bytes:
-        is_first = index == 0 or not self.options.is_chain
-        return self.options.parent if is_first else self.keys[index - 1]
+    def parents_of(self, indices: Sequence[int]) -> list[bytes]:
+        """Empty where there is none."""
+        first, keys = self.options.parent, self.keys
+        if not self.options.is_chain:
+            return [first] * len(indices)
+        return [keys[index - 1] if index else first for index in indices]
 
-    def depth_of(self, index: int) -> int:
-        return self.options.depth + (index if self.options.is_chain else 0)
+    def depths_of(self, indices: Sequence[int]) -> list[int]:
+        depth = self.options.depth
+        return [depth + index if self.options.is_chain else depth for index in indices]
 
     def fail(self, indices: Sequence[int], code: PutCode) -> None:
         """The outcome of pages whose call failed; what was refused before sending stays refused."""
@@ -135,8 +140,8 @@ class Writer:
             data=data,
             origin_sum=origin_sum,
             lossy=options.codec is not Codec.RAW,
-            parent=self.parent_of(index),
-            depth=self.depth_of(index),
+            parent=self.parents_of((index,))[0],
+            depth=self.depths_of((index,))[0],
         )
 
     def _sum(self, index: int, handle: OpenedNamespace, codec: Codec, data: memoryview) -> bytes:

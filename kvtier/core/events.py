@@ -63,6 +63,15 @@ class EventLog:
         if self._watchers:
             self._ring.append(Residency(self.sequence, kind, tier, namespace, shard, keys))
 
+    @property
+    def is_watched(self) -> bool:
+        return self._watchers > 0
+
+    def skip(self, changes: int) -> None:
+        """Numbers changes that nobody watches."""
+        assert not self._watchers
+        self.sequence += changes
+
     def since(self, sequence: int, events_max: int) -> list[Residency]:
         """Up to `events_max` events after `sequence`, or WatcherBehind."""
         missing = self.sequence - sequence

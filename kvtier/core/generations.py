@@ -29,12 +29,12 @@ class Generations:
         """The number handed out last."""
         return self._last
 
-    def next(self) -> int:
-        """A number higher than every number before it. Errors of `journal` pass through, nothing
-        used."""
-        if self._last + 1 > self._bound:
-            bound = self._last + BLOCK
+    def next(self, count: int = 1) -> int:
+        """The first of `count` numbers in a row, higher than every number before. Errors of
+        `journal` pass through, nothing used."""
+        if self._last + count > self._bound:
+            bound = self._last + count - 1 + BLOCK
             self._journal(bound)
             self._bound = bound
-        self._last += 1
-        return self._last
+        self._last += count
+        return self._last - count + 1

@@ -26,7 +26,8 @@ import numpy.typing as npt
 from kvtier.core.counters import Counters
 from kvtier.core.ledger import LedgerError
 from kvtier.core.lifecycle import State
-from kvtier.core.page import KEY_BYTES, PageMeta, PageRef, PutCode, Tier
+from kvtier.core.page import KEY_BYTES, PageRef, PutCode, Tier
+from kvtier.core.page_columns import PageColumns, once_each, rows_of
 from kvtier.core.placement import Placement
 from kvtier.core.residents import Residents
 from kvtier.core.slabs import SLOT_UNIT, record_bytes_of
@@ -39,6 +40,7 @@ __all__ = ["Grants"]
 
 _TIER = Tier.HOST
 _STORED = PutCode.STORED
+_FILLING = State.FILLING
 #: All holders together have as much as so many may: more of them must not empty the tier.
 _HOLDERS = 10
 
@@ -111,27 +113,26 @@ class Grants:
                 return []
             if not 0 < record_bytes <= allocator.slab_bytes or record_bytes % SLOT_UNIT:
                 raise ValueError(f"no slot has {record_bytes} bytes")
-            refs: list[PageRef] = []
             wanted = min(count, self._allowed(holder, record_bytes))
-            try:
-                while len(refs) < wanted:
-                    row = self._placement.begin(_TIER, record_bytes)
-                    if row == NO_ROW:
-                        break
-                    refs.append(self._grant(holder, row, record_bytes))
-            finally:  # the journal of generations can fail: what was granted by then ends, too
-                self._end_at(deadline, holder, refs)
-            if wanted > 0 and not refs:
+            if wanted <= 0:
+                return []
+            rows = self._placement.begin_many(_TIER, record_bytes, wanted)
+            if not rows:
                 self._counters.busy += 1
-            return refs
+                return []
+            return self._grant(holder, rows, record_bytes, deadline)
 
     def refs(self, holder: int, generations: Sequence[int]) -> list[PageRef | None]:
         """The slot of each grant that this holder may still write to and seal; None: it is not its
         own, has expired, was taken away, or has ended."""
         with self._lock:
             rows = self._rows_of(holder)
-            found = (rows.get(generation, NO_ROW) for generation in generations)
-            return [self._ref(row) if self._is_live(row) else None for row in found]
+            found = [rows.get(generation, NO_ROW) for generation in generations]
+            are_live = self._are_live(found)
+            refs = iter(
+                self._refs([row for row, live in zip(found, are_live, strict=True) if live])
+            )
+            return [next(refs) if live else None for live in are_live]
 
     def seal_many(
         self,
@@ -139,7 +140,7 @@ class Grants:
         namespace: int,
         shard: int,
         generations: Sequence[int],
-        metas: Sequence[PageMeta],
+        pages: PageColumns,
     ) -> npt.NDArray[np.uint8]:
         """PutCode for each page, one a grant, whose bytes are whole.
 
@@ -151,27 +152,25 @@ class Grants:
 
         All pages of a call are sealed after the parents that were there before it were used.
         """
-        if len(generations) != len(metas):
-            raise ValueError(f"{len(generations)} grants for {len(metas)} pages")
-        residents, stale = self._residents, PutCode.STALE_GENERATION
-        residents.check_name(namespace, shard)
-        keys = [meta.key for meta in metas]
+        if len(generations) != len(pages):
+            raise ValueError(f"{len(generations)} grants for {len(pages)} pages")
+        self._residents.check_name(namespace, shard)
         with self._lock:
-            heads = self._heads(namespace, shard, keys)
-            is_open = namespace in self._open_namespaces
             rows = self._let_go(holder, generations)
-            codes = bytearray(
-                self._judge(row, meta, heads[meta.key]) if is_open else stale
-                for row, meta in zip(rows, metas, strict=True)
-            )
-            goes_in = [meta for code, meta in zip(codes, metas, strict=True) if code == _STORED]
-            self._use_parents(namespace, shard, goes_in, heads)
-            for i, (row, meta) in enumerate(zip(rows, metas, strict=True)):
-                if codes[i] == _STORED:
-                    residents.name(row, namespace, shard, meta)
-                    codes[i] = self._seal(row, meta, heads.pop(meta.key, None))
-                elif row != NO_ROW:
-                    self._free(row)
+            if namespace in self._open_namespaces:
+                heads = self._heads(namespace, shard, pages.keys)
+                codes = self._judge(rows, pages, heads)
+                goes_in = [at for at, code in enumerate(codes) if code == _STORED]
+                going = pages.take(goes_in)
+                known = dict(zip(pages.keys, heads, strict=True))
+                self._use_parents(namespace, shard, going.parents, known)
+                self._residents.name_many([rows[at] for at in goes_in], namespace, shard, going)
+                for turn, some in enumerate(once_each(goes_in, pages.keys)):
+                    self._seal(some, rows, pages, heads, codes, is_again=turn > 0)
+            else:
+                codes = bytearray([PutCode.STALE_GENERATION]) * len(rows)
+            named = zip(rows, codes, strict=True)
+            self._free([row for row, code in named if code != _STORED and row != NO_ROW])
             self._count(codes)
         return np.frombuffer(codes, np.uint8)
 
@@ -180,8 +179,7 @@ class Grants:
         more."""
         with self._lock:
             rows = [row for row in self._let_go(holder, generations) if row != NO_ROW]
-            for row in rows:
-                self._free(row)
+            self._free(rows)
             return len(rows)
 
     def expire(self, now: float) -> int:
@@ -206,8 +204,7 @@ class Grants:
         """The holder's process has ended for sure: frees everything of it; how many slots."""
         with self._lock:
             rows = self._let_go(holder, list(self._rows_of(holder)))
-            for row in rows:
-                self._free(row)
+            self._free(rows)
             return len(rows)
 
     # -- inside the lock ---------------------------------------------------------------------------
@@ -251,20 +248,20 @@ class Grants:
         )
         return max(0 if held is not None else 1, left // record_bytes)
 
-    def _grant(self, holder: int, row: int, record_bytes: int) -> PageRef:
-        ref = self._ref(row)
+    def _grant(
+        self, holder: int, rows: Sequence[int], record_bytes: int, deadline: float
+    ) -> list[PageRef]:
+        refs = self._refs(rows)
+        generations = [ref.generation for ref in refs]
+        nbytes = record_bytes * len(rows)
         held = self._held.setdefault(holder, _Held())
-        held.rows[ref.generation] = row
-        held.nbytes += record_bytes
-        self._granted_pages += 1
-        self._granted_bytes += record_bytes
-        return ref
-
-    def _end_at(self, deadline: float, holder: int, refs: Sequence[PageRef]) -> None:
-        if refs:
-            self._takes += 1
-            generations = [ref.generation for ref in refs]
-            heapq.heappush(self._deadlines, (deadline, self._takes, holder, generations))
+        held.rows.update(zip(generations, rows, strict=True))
+        held.nbytes += nbytes
+        self._granted_pages += len(rows)
+        self._granted_bytes += nbytes
+        self._takes += 1
+        heapq.heappush(self._deadlines, (deadline, self._takes, holder, generations))
+        return refs
 
     def _rows_of(self, holder: int) -> Mapping[int, int]:
         held = self._held.get(holder)
@@ -282,7 +279,7 @@ class Grants:
             if row == NO_ROW:
                 continue
             held.nbytes -= record[row]
-            if state[row] == State.FILLING:
+            if state[row] == _FILLING:
                 self._granted_pages -= 1
                 self._granted_bytes -= record[row]
             else:
@@ -304,56 +301,77 @@ class Grants:
                 count += 1
         return count
 
-    def _free(self, row: int) -> None:
+    def _free(self, rows: Sequence[int]) -> None:
         """Nobody writes there any more."""
-        if self._residents.table.state[row] == State.FILLING:
-            self._residents.abandon(row)
-        else:
-            self._residents.drain(row)
+        state = self._residents.table.state
+        self._residents.abandon_many([row for row in rows if state[row] == _FILLING])
+        self._residents.drain_many([row for row in rows if state[row] == State.QUARANTINED])
 
-    def _is_live(self, row: int) -> bool:
-        return (
-            row != NO_ROW
-            and self._residents.table.state[row] == State.FILLING
-            and self._residents.is_lasting(row)
-        )
+    def _are_live(self, rows: Sequence[int]) -> list[bool]:
+        """Which of these rows of grants, or NO_ROW, can be sealed."""
+        residents, state = self._residents, self._residents.table.state
+        live = [row != NO_ROW and state[row] == _FILLING for row in rows]
+        allocator = residents.allocators.get(_TIER)
+        if allocator is not None and allocator.closed:
+            named = zip(rows, live, strict=True)
+            live = [is_live and residents.is_lasting(row) for row, is_live in named]
+        return live
 
-    def _judge(self, row: int, meta: PageMeta, head: int) -> PutCode:
-        """What becomes of a page by what there was before this call; STORED: it can be sealed."""
-        if not self._is_live(row):
-            return PutCode.STALE_GENERATION
-        if self._residents.table.record[row] != record_bytes_of(meta.length):
-            return PutCode.REFUSED
-        if head != NO_ROW and self._residents.is_there(head, meta):
-            return PutCode.EXISTS
-        return PutCode.STORED
+    def _judge(self, rows: Sequence[int], pages: PageColumns, heads: Sequence[int]) -> bytearray:
+        """What becomes of pages by what there was before this call; STORED: it can be sealed."""
+        residents, record = self._residents, self._residents.table.record
+        codes = bytearray([_STORED]) * len(rows)
+        live = self._are_live(rows)
+        named = zip(rows, live, pages.lengths, pages.lossy, heads, strict=True)
+        for at, (row, is_live, length, lossy, head) in enumerate(named):
+            if not is_live:
+                codes[at] = PutCode.STALE_GENERATION
+            elif record[row] != record_bytes_of(length):
+                codes[at] = PutCode.REFUSED
+            elif head != NO_ROW and residents.is_there(head, lossy=lossy):
+                codes[at] = PutCode.EXISTS
+        return codes
 
-    def _seal(self, row: int, meta: PageMeta, head: int | None) -> PutCode:
-        """`head` is None for a page that this call has sealed already."""
+    def _seal(
+        self,
+        some: list[int],
+        rows: Sequence[int],
+        pages: PageColumns,
+        heads: list[int],
+        codes: bytearray,
+        *,
+        is_again: bool,
+    ) -> None:
+        """Seals these pages, each once; `is_again`: those that this call has sealed already are
+        there now."""
         residents, table = self._residents, self._residents.table
-        if head is None:
-            head = residents.index.find(table.namespace[row], table.shard[row], meta.key)
-            if residents.is_there(head, meta):
-                self._free(row)
-                return PutCode.EXISTS
-        residents.seal(row, meta, head)
-        return PutCode.STORED
+        if is_again:
+            for at in some:
+                row = rows[at]
+                heads[at] = residents.index.find(
+                    table.namespace[row], table.shard[row], pages.keys[at]
+                )
+                if residents.is_there(heads[at], lossy=pages.lossy[at]):
+                    codes[at] = PutCode.EXISTS
+            some = [at for at in some if codes[at] == _STORED]
+        going = [rows[at] for at in some]
+        residents.seal_many(going, pages.take(some), [heads[at] for at in some])
 
-    def _heads(self, namespace: int, shard: int, keys: list[bytes]) -> dict[bytes, int]:
+    def _heads(self, namespace: int, shard: int, keys: Sequence[bytes]) -> list[int]:
         """The best copy of each page, or NO_ROW."""
-        array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
-        rows = self._residents.index.find_many(namespace, shard, array)
-        return dict(zip(keys, rows.tolist(), strict=True))
+        rows = self._residents.index.find_many(namespace, shard, rows_of(keys, KEY_BYTES))
+        found: list[int] = rows.tolist()
+        return found
 
     def _use_parents(
-        self, namespace: int, shard: int, metas: Sequence[PageMeta], heads: Mapping[bytes, int]
+        self, namespace: int, shard: int, parents: Sequence[bytes], known: Mapping[bytes, int]
     ) -> None:
         """A page that goes on is in use, as in `Store.reserve`. Most pages of a call come after
         another one of it."""
         find = self._residents.index.find
         rows = []
-        for parent in dict.fromkeys(meta.parent for meta in metas):
-            row = heads.get(parent)
+        for parent in dict.fromkeys(parents):
+            row = known.get(parent)
             if row is None:
                 row = find(namespace, shard, parent) if parent else NO_ROW
             if row != NO_ROW:
@@ -366,6 +384,7 @@ class Grants:
         self._counters.exists += codes.count(PutCode.EXISTS)
         self._counters.stale_commits += codes.count(PutCode.STALE_GENERATION)
 
-    def _ref(self, row: int) -> PageRef:
-        table = self._residents.table
-        return PageRef(self._boot_id, _TIER, table.slot[row], table.generation[row])
+    def _refs(self, rows: Sequence[int]) -> list[PageRef]:
+        slot, generation = self._residents.table.slot, self._residents.table.generation
+        boot_id, tier = self._boot_id, _TIER
+        return [PageRef(boot_id, tier, slot[row], generation[row]) for row in rows]

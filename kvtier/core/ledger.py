@@ -46,22 +46,19 @@ class Ledger:
         self._pages = {tier: [0] * len(State) for tier in allocators}
         self._bytes = {tier: [0] * len(State) for tier in allocators}
 
-    def move(self, tier: Tier, before: State, after: State, record_bytes: int) -> None:
-        """One page of `record_bytes` went from one state to another."""
-        pages, sizes = self._pages[tier], self._bytes[tier]
+    def move(
+        self, tier: Tier, before: State, after: State, record_bytes: int, *, pages: int = 1
+    ) -> None:
+        """So many pages, of `record_bytes` together, went from one state to another."""
+        counts, sizes = self._pages[tier], self._bytes[tier]
         if before is not State.FREE:
-            pages[before] -= 1
+            counts[before] -= pages
             sizes[before] -= record_bytes
-            assert pages[before] >= 0
+            assert counts[before] >= 0
             assert sizes[before] >= 0
         if after is not State.FREE:
-            pages[after] += 1
+            counts[after] += pages
             sizes[after] += record_bytes
-
-    def restored(self, tier: Tier, pages: int, total_bytes: int) -> None:
-        """So many pages came back SEALED."""
-        self._pages[tier][State.SEALED] += pages
-        self._bytes[tier][State.SEALED] += total_bytes
 
     def pages(self, tier: Tier) -> int:
         """Copies of a tier in any state: each has a row of the table."""

@@ -21,6 +21,7 @@ This is the only file that assigns a state or a generation. The caller holds the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ __all__ = [
     "IllegalTransition",
     "State",
     "fire",
+    "fire_many",
     "next_state",
     "restore",
 ]
@@ -76,6 +78,11 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 }
 
 
+_FRESH = frozenset({Event.RESERVE, Event.RESTORE})
+# Found on the class, a member costs ten times as much.
+_FREE = State.FREE
+
+
 class IllegalTransition(AssertionError):
     """A programmer's error: this event cannot happen to a page in this state."""
 
@@ -86,6 +93,12 @@ class _Columns(Protocol):
     state: memoryview
     generation: memoryview
     leases: memoryview
+
+
+class _Arrays(Protocol):
+    """The same columns as arrays."""
+
+    def column(self, name: str) -> npt.NDArray[Any]: ...
 
 
 def next_state(state: State, event: Event) -> State:
@@ -99,26 +112,41 @@ def next_state(state: State, event: Event) -> State:
 def fire(columns: _Columns, row: int, event: Event, *, generation: int = 0) -> State:
     """Applies `event` to `row` and returns the new state. RESERVE and RESTORE take a
     `generation`."""
-    before = STATES[columns.state[row]]
+    return fire_many(columns, (row,), event, generations=(generation,))[1]
+
+
+def fire_many(
+    columns: _Columns, rows: Sequence[int], event: Event, *, generations: Sequence[int] = ()
+) -> tuple[State, State]:
+    """As `fire` for each of `rows`, all different and all in one state: (it, the new one)."""
+    states, leases, numbers = columns.state, columns.leases, columns.generation
+    first = states[rows[0]]
+    for row in rows:
+        if states[row] != first:
+            raise IllegalTransition(f"{event.name} of rows that are not all {STATES[first].name}")
+    before = STATES[first]
     after = next_state(before, event)
-    if event in (Event.RESERVE, Event.RESTORE):
-        if generation <= columns.generation[row]:
-            raise IllegalTransition(f"generation {generation} is not fresh for row {row}")
-        columns.generation[row] = generation
-    elif after is State.FREE and columns.leases[row] != 0:
-        raise IllegalTransition(f"{event.name} of row {row} with {columns.leases[row]} leases")
-    columns.state[row] = after
-    return after
-
-
-class _Arrays(Protocol):
-    def column(self, name: str) -> npt.NDArray[Any]: ...
+    if event in _FRESH:
+        for row, generation in zip(rows, generations, strict=True):
+            if generation <= numbers[row]:
+                raise IllegalTransition(f"generation {generation} is not fresh for row {row}")
+        for row, generation in zip(rows, generations, strict=True):
+            columns.generation[row] = generation
+    elif after is _FREE:
+        for row in rows:
+            if leases[row]:
+                raise IllegalTransition(f"{event.name} of row {row} with {leases[row]} leases")
+    value = int(after)
+    for row in rows:
+        columns.state[row] = value
+    return before, after
 
 
 def restore(
     table: _Arrays, rows: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
 ) -> None:
-    """RESTORE for all of `rows`, which were never used, with the generations they had."""
+    """RESTORE for all of `rows`, which were never used, with the generations they had: a vector
+    pass, for a whole tier."""
     states = table.column("state")
     if bool((states[rows] != State.FREE).any()) or bool((generations == 0).any()):
         raise IllegalTransition("RESTORE of a row that is not FREE, or without a generation")

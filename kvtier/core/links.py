@@ -10,7 +10,7 @@ The caller holds the store's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,8 @@ _CHAIN_MAX = 4_096
 
 
 class Links:
-    """`on_kept(row)` hears of a page that has got a first page after it, `on_ready(row)` of one
-    that has lost the last."""
+    """`on_kept(row)` hears of a page that has got a first page after it since it was joined,
+    `on_ready(row)` of one that has lost the last."""
 
     def __init__(
         self,
@@ -49,18 +49,37 @@ class Links:
         self._waiting: Waiting = {}
         self._waiting_count = 0
 
-    def join(self, row: int, parent_key: bytes) -> None:
-        """A copy has become findable: links it to its parent, and those that wait to it."""
+    def join_many(
+        self, rows: Sequence[int], keys: Sequence[bytes], parents: Sequence[bytes]
+    ) -> None:
+        """Copies of one place have become findable, one after the other: links each to its parent,
+        and those that wait to it. They are admitted to their queue only after this."""
+        table, children = self._table, self._table.children
+        first = rows[0]
+        tier, namespace, shard = table.tier[first], table.namespace[first], table.shard[first]
+        # A page of this call is found from its own turn on; the others were there before it.
+        found = dict.fromkeys(parents, NO_ROW)
+        for key in found.keys() - keys - {b""}:
+            found[key] = self._index.copy_in(self._index.find(namespace, shard, key), tier)
+        new = frozenset(rows)
+        for row, key, parent_key in zip(rows, keys, parents, strict=True):
+            found[key] = row
+            if parent_key:
+                parent = found[parent_key]
+                if parent == NO_ROW:
+                    self._wait(row, (tier, namespace, shard, parent_key))
+                elif parent != row and (not children[row] or row not in self._upwards(parent)):
+                    table.parent[row] = parent + 1
+                    children[parent] += 1
+                    if children[parent] == 1 and parent not in new:
+                        self._on_kept(parent)
+            if self._waiting_count:
+                self._meet(row, (tier, namespace, shard, key))
+
+    def _meet(self, row: int, name: tuple[int, int, int, bytes]) -> None:
+        """Links those that wait for this page to it."""
         table = self._table
-        tier, namespace, shard = table.tier[row], table.namespace[row], table.shard[row]
-        if parent_key:
-            head = self._index.find(namespace, shard, parent_key)
-            parent = self._index.copy_in(head, tier)
-            if parent == NO_ROW:
-                self._wait(row, (tier, namespace, shard, parent_key))
-            elif parent != row and (not table.children[row] or row not in self._upwards(parent)):
-                self._link(row, parent)
-        waiting = self._waiting.pop((tier, namespace, shard, table.key(row)), ())
+        waiting = self._waiting.pop(name, ())
         self._waiting_count -= len(waiting)
         if waiting:
             before = self._upwards(row)
@@ -69,7 +88,8 @@ class Links:
                     table.generation[child] == generation and table.state[child] == State.SEALED
                 )
                 if is_same and not table.parent[child] and child not in before:
-                    self._link(child, row)
+                    table.parent[child] = row + 1
+                    table.children[row] += 1
 
     def waiting(self) -> Waiting:
         """The book of the waiting at this moment; rows that are gone may be in it.
@@ -103,15 +123,19 @@ class Links:
         table = self._table
         parent, children = table.column("parent"), table.column("children")
         parents = parent[rows].astype(np.int64) - 1
-        parents = parents[parents >= 0]
-        parent[rows] = 0
-        np.subtract.at(children, parents, 1)
+        if (parents >= 0).any():
+            parents = parents[parents >= 0]
+            parent[rows] = 0
+            np.subtract.at(children, parents, 1)
+        else:
+            parents = parents[:0]
         if bool(children[rows].any()):
             table.orphan_children(rows)
             children[rows] = 0
-        for row in np.setdiff1d(parents, rows).tolist():
-            if children[row] == 0 and table.state[row] == State.SEALED:
-                self._on_ready(row)
+        if len(parents):
+            for row in np.setdiff1d(parents, rows).tolist():
+                if children[row] == 0 and table.state[row] == State.SEALED:
+                    self._on_ready(row)
 
     def inherit(self, old: int, new: int) -> None:
         """`new` takes the place of `old`, a copy of the same page in the same tier."""
@@ -132,12 +156,6 @@ class Links:
             found[row] = None
             row = self._table.parent[row] - 1
         return found
-
-    def _link(self, row: int, parent: int) -> None:
-        self._table.parent[row] = parent + 1
-        self._table.children[parent] += 1
-        if self._table.children[parent] == 1:
-            self._on_kept(parent)
 
     def _lose_child(self, row: int) -> None:
         table = self._table

@@ -36,7 +36,7 @@ class Listed(NamedTuple):
 
 
 class ListedMany(NamedTuple):
-    """Pages of one tier without sums, as columns of one length."""
+    """Pages of one tier, as columns of one length; without sums if `payload_sum` is None."""
 
     tier: int
     namespace: npt.NDArray[np.uint32]
@@ -47,6 +47,8 @@ class ListedMany(NamedTuple):
     slot: npt.NDArray[np.uint64]
     length: npt.NDArray[np.uint64]
     generation: npt.NDArray[np.uint64]
+    payload_sum: npt.NDArray[np.uint8] | None = None  # (n, 16)
+    origin_sum: npt.NDArray[np.uint8] | None = None
 
 
 class Listing(Protocol):
@@ -56,10 +58,21 @@ class Listing(Protocol):
         """The best copy of a page, in place of what was listed for it."""
 
     def put_many(self, pages: ListedMany) -> None:
-        """As `put`, for pages that are not listed."""
+        """As `put` of each."""
+
+    def fill(self, pages: ListedMany) -> None:
+        """As `put` of each, for very many pages that are not listed."""
 
     def remove(self, namespace: int, shard: int, key: bytes) -> None:
         """No copy can be found any more."""
+
+    def remove_many(
+        self,
+        namespace: npt.NDArray[np.uint32],
+        shard: npt.NDArray[np.uint16],
+        key_words: npt.NDArray[np.uint64],
+    ) -> None:
+        """As `remove` of each; columns as those of ListedMany."""
 
     def open_namespace(self, namespace: int, shard_count: int, generation: int) -> None:
         """Pages of this number can be found from now on."""

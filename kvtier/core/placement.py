@@ -9,7 +9,7 @@ The caller holds the store's lock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,73 +37,90 @@ class Placement:
         self._pages_max = pages_max
         self._until_look: dict[tuple[Tier, int], int] = {}
         self._failed_look: dict[tuple[Tier, int], int] = {}  # Residents.changes at that time
+        self._has_refused = False  # since the last page was evicted
         self.evicted = 0
         self.evicted_last = 0  # of them, pages that were in no other tier
         self.slabs_moved = 0
 
-    def make_room(self, tier: Tier, record_bytes: int) -> int | None:
-        """A slot in `tier`, evicting as needed; None when everything that could give way is in
-        use."""
+    def begin(self, tier: Tier, record_bytes: int) -> int:
+        """As `begin_many` for one; NO_ROW when there is no room for it."""
+        rows = self.begin_many(tier, record_bytes, 1)
+        return rows[0] if rows else NO_ROW
+
+    def begin_many(self, tier: Tier, record_bytes: int, count: int) -> list[int]:
+        """Rows without names, FILLING in slots of their own; evicts as needed. Fewer than `count`
+        when everything that could give way is in use, or the table is full."""
+        slots = self._make_room(tier, record_bytes, count)
+        begun = 0
+        try:
+            rows = self._residents.begin_many(tier, slots, record_bytes)
+            begun = len(rows)
+        finally:
+            self._residents.allocators[tier].free_many(slots[begun:])
+        return rows
+
+    def _make_room(self, tier: Tier, record_bytes: int, count: int) -> list[int]:
+        """Up to `count` slots in `tier`, evicting as needed; fewer when everything that could give
+        way is in use."""
         allocator = self._residents.allocators[tier]
         limit = self._pages_max.get(tier)
-        while limit is not None and self._residents.ledger.pages(tier) >= limit:
-            if not self._evict(tier, record_bytes):
-                return None
-        slot = allocator.reserve(record_bytes)
-        while slot is None:
-            if not self._evict(tier, record_bytes):
-                return None
-            slot = allocator.reserve(record_bytes)
-        return slot
+        slots: list[int] = []
+        goes_on = True
+        while True:
+            may = count - len(slots)
+            if limit is not None:
+                may = min(may, limit - self._residents.ledger.pages(tier) - len(slots))
+            slots += allocator.reserve_many(record_bytes, may)
+            wanted = count - len(slots)
+            if not wanted or not goes_on:
+                return slots
+            goes_on = self._evict(tier, record_bytes, wanted)
 
-    def begin(self, tier: Tier, record_bytes: int) -> int:
-        """A row without a name, FILLING in a slot of its own; evicts as needed. NO_ROW when
-        everything that could give way is in use, or the table is full."""
-        slot = self.make_room(tier, record_bytes)
-        if slot is None:
-            return NO_ROW
-        row = NO_ROW
-        try:
-            row = self._residents.begin(tier, slot, record_bytes)
-        finally:
-            if row == NO_ROW:
-                self._residents.allocators[tier].free(slot)
-        return row
-
-    def evict_page(self, row: int) -> None:
-        """Retires a copy and its sibling shards in the same tier."""
-        for sibling in self._residents.siblings(row):
-            self._count_eviction(sibling)
-            self._residents.retire(sibling)
-
-    def _count_eviction(self, row: int) -> None:
-        self.evicted += 1
-        table = self._residents.table
-        head = self._residents.index.find(table.namespace[row], table.shard[row], table.key(row))
-        self.evicted_last += len(self._residents.index.copies(head)) == 1
-
-    def _evict(self, tier: Tier, record_bytes: int) -> bool:
+    def _evict(self, tier: Tier, record_bytes: int, count: int) -> bool:
+        """Up to `count` slots of this size are free after it, or a slab is; False: no more will be
+        in this call."""
         key = (tier, record_bytes)
         queue = self._residents.queue(tier, record_bytes)
         own_coldest = queue.coldest()
         until_look = self._until_look.get(key, 0)
         if own_coldest == NEVER or until_look <= 0:
-            self._until_look[key] = _SLAB_LOOK_EVERY
+            self._until_look[key] = until_look = _SLAB_LOOK_EVERY
             if self._empty_a_slab(tier, record_bytes, colder_than=own_coldest):
                 return True
-        self._until_look[key] -= 1
-        row = queue.victim(self._evictable)
-        if row == NO_ROW:
-            return False
-        self.evict_page(row)
-        return True
+        residents, record = self._residents, self._residents.table.record
+        links, siblings, evictable = residents.links, residents.shards.siblings, self._evictable
+        rows: list[int] = []
+        row = freed = named = 0
+        while freed < count and named < until_look:
+            self._has_refused = False
+            row = queue.evict(evictable)
+            named += 1
+            if row == NO_ROW:
+                break
+            links.leave(row)  # the page before it may be the next
+            rows.append(row)
+            freed += 1
+            for other in siblings(row)[1:]:
+                residents.leave(other)
+                rows.append(other)
+                freed += record[other] == record_bytes
+        self._until_look[key] = until_look - named
+        self._give_up(rows, residents.retire_left)
+        # Other classes are looked at when this one had nothing to refuse.
+        return bool(rows) and not (row == NO_ROW and self._has_refused)
+
+    def _give_up(self, rows: list[int], retire: Callable[[Sequence[int]], int]) -> None:
+        """`retire` says how many were their pages' last copies."""
+        self.evicted += len(rows)
+        self.evicted_last += retire(rows)
 
     def _evictable(self, row: int) -> bool:
-        table = self._residents.table
-        return all(
-            table.leases[sibling] == 0 and table.children[sibling] == 0
-            for sibling in self._residents.siblings(row)
-        )
+        leases, children = self._residents.table.leases, self._residents.table.children
+        for sibling in self._residents.shards.siblings(row):
+            if leases[sibling] or children[sibling]:
+                self._has_refused = True
+                return False
+        return True
 
     def _empty_a_slab(self, tier: Tier, record_bytes: int, *, colder_than: int) -> bool:
         """Empties the coldest slab of another class that may give way."""
@@ -114,9 +131,7 @@ class Placement:
         for slab in self._coldest_slabs(tier, record_bytes, colder_than=colder_than):
             rows = self._dependents(self._rows_in(tier, slab))
             if bool((residents.table.column("leases")[rows] == 0).all()):
-                for row in rows.tolist():
-                    self._count_eviction(row)
-                residents.retire_many(rows)
+                self._give_up(rows.tolist(), residents.retire_many)
                 self.slabs_moved += 1
                 return True
         self._failed_look[key] = residents.changes
@@ -163,8 +178,10 @@ class Placement:
         found = rows
         while True:
             after = rows_after(table.live("parent"), found)
-            sharded = [r for r in after.tolist() if residents.is_sharded(table.namespace[r])]
-            shards = [row for at in sharded for row in residents.siblings(at)]
+            sharded = [
+                r for r in after.tolist() if residents.shards.are_several(table.namespace[r])
+            ]
+            shards = [row for at in sharded for row in residents.shards.siblings(at)]
             everything = np.union1d(after, np.array(shards, np.int64))
             if len(everything) == len(after):
                 return everything

@@ -7,7 +7,7 @@ keep half of the books. The caller holds the store's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +16,19 @@ from kvtier.core.events import EventKind, EventLog
 from kvtier.core.generations import Generations
 from kvtier.core.index import Index
 from kvtier.core.ledger import Ledger
-from kvtier.core.lifecycle import STATES, Event, State, fire, restore
+from kvtier.core.lifecycle import Event, State, fire_many, restore
 from kvtier.core.links import Links
-from kvtier.core.listing import Listed, ListedMany, Listing
-from kvtier.core.page import KEY_BYTES, NO_SUM, TIERS, PageMeta, Tier
+from kvtier.core.listing import Listing
+from kvtier.core.page import TIERS, Tier
+from kvtier.core.page_columns import PageColumns
 from kvtier.core.policy.base import Policy
 from kvtier.core.quarantine import Quarantine
+from kvtier.core.shards import Shards
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.table import NO_ROW, CopyTable
+from kvtier.core.telling import Telling
 
 __all__ = ["Residents"]
-
-_NO_KEY = bytes(KEY_BYTES)
 
 
 class Residents:
@@ -42,7 +43,7 @@ class Residents:
         generations: Generations,
         events: EventLog,
         make_policy: Mapping[Tier, Callable[[CopyTable], Policy]],
-        shard_count: Callable[[int], int],
+        shard_counts: Mapping[int, int],
         quarantine_share: float,
         listing: Listing | None = None,
     ) -> None:
@@ -50,14 +51,14 @@ class Residents:
         self.index = index
         self.allocators = allocators
         self.ledger = Ledger(allocators)
-        self.events = events
         self._generations = generations
         self._make_policy = make_policy
-        self._shard_count = shard_count
-        self._listing = listing
+        self.shards = Shards(table, index, shard_counts)
+        self.events = events
+        self._telling = Telling(table, events, listing)
         #: Rises whenever something may have become evictable or free.
         self.changes = 0
-        self._queues: dict[tuple[Tier, int], Policy] = {}
+        self._queues: dict[tuple[int, int], Policy] = {}
         self.links = Links(table, index, on_kept=self._kept, on_ready=self._ready)
         bytes_max = {
             tier: int(allocator.capacity_bytes * quarantine_share)
@@ -68,36 +69,45 @@ class Residents:
     def queue(self, tier: Tier, record_bytes: int) -> Policy:
         """The eviction queue of one size class of one tier."""
         key = (tier, record_bytes)
-        if key not in self._queues:
-            self._queues[key] = self._make_policy[tier](self.table)
-        return self._queues[key]
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = self._make_policy[tier](self.table)
+        return queue
 
-    def begin(self, tier: Tier, slot: int, record_bytes: int) -> int:
-        """FREE -> FILLING in a slot that the allocator has handed out; NO_ROW: the table is full.
+    def begin_many(self, tier: Tier, slots: Sequence[int], record_bytes: int) -> list[int]:
+        """FREE -> FILLING in slots that the allocator has handed out; fewer than those: the table
+        is full.
 
-        The row has no name as yet: `name` must precede `seal`.
+        The rows have no names as yet: `name_many` must precede `seal_many`.
         """
+        if not slots:
+            return []
         # Drawn first: the journal behind it can fail, and nothing may have changed then.
-        generation = self._generations.next()
-        table = self.table
-        row = table.take_row(_NO_KEY)
-        if row == NO_ROW:
-            return NO_ROW
-        table.tier[row] = tier
-        table.slot[row] = slot
-        table.record[row] = record_bytes
-        self._fire(row, Event.RESERVE, generation=generation)
-        return row
+        generation = self._generations.next(len(slots))
+        table, number = self.table, int(tier)
+        rows = table.take_many(len(slots))
+        for row, slot in zip(rows, slots, strict=False):
+            table.tier[row] = number
+            table.slot[row] = slot
+            table.record[row] = record_bytes
+        if rows:
+            generations = range(generation, generation + len(rows))
+            self._fire_many(rows, Event.RESERVE, generations=generations)
+        return rows
 
-    def name(self, row: int, namespace: int, shard: int, meta: PageMeta) -> None:
-        """Which page a FILLING row is for. The numbers have passed `check_name`."""
+    def name_many(
+        self, rows: Sequence[int], namespace: int, shard: int, pages: PageColumns
+    ) -> None:
+        """Which pages FILLING rows are for. The numbers have passed `check_name`."""
         table = self.table
-        table.set_key(row, meta.key)
-        table.length[row] = meta.length
-        table.codec[row] = meta.codec
-        table.lossy[row] = meta.lossy
-        table.namespace[row] = namespace
-        table.shard[row] = shard
+        columns = zip(rows, pages.keys, pages.lengths, pages.codecs, pages.lossy, strict=True)
+        for row, key, length, codec, lossy in columns:
+            table.set_key(row, key)
+            table.length[row] = length
+            table.codec[row] = codec
+            table.lossy[row] = lossy
+            table.namespace[row] = namespace
+            table.shard[row] = shard
 
     @staticmethod
     def check_name(namespace: int, shard: int) -> None:
@@ -105,78 +115,149 @@ class Residents:
         if not (0 <= shard < 1 << 16 and 0 <= namespace < 1 << 32):
             raise ValueError(f"shard {shard} of namespace {namespace} does not fit the table")
 
-    def is_there(self, head: int, meta: PageMeta, only_in: Tier | None = None) -> bool:
+    def is_there(self, head: int, *, lossy: bool, only_in: Tier | None = None) -> bool:
         """Of the page whose best copy is `head`, or NO_ROW: a copy that is as good as the new one,
         and stays, in any tier or in that one."""
         table = self.table
         return any(
             (only_in is None or table.tier[row] == only_in)
-            and (meta.lossy or not table.lossy[row])
+            and (lossy or not table.lossy[row])
             and self.is_lasting(row)
             for row in self.index.copies(head)
         )
 
-    def seal(self, row: int, meta: PageMeta, head: int) -> None:
+    def seal_many(self, rows: Sequence[int], pages: PageColumns, heads: Sequence[int]) -> None:
         """FILLING -> SEALED: findable from now on, in place of a worse copy in the same tier and of
-        one that will go with its slab. `head`: the best copy of the page so far, or NO_ROW."""
+        one that will go with its slab.
+
+        Rows of one tier and place, all of different pages; `heads`: the best copy of each page so
+        far, or NO_ROW.
+        """
+        begin = 0
+        # What takes the place of another copy has its turn alone, so that all goes in order.
+        for at, head in enumerate(heads):
+            if head != NO_ROW:
+                self._seal_new(rows[begin:at], pages.part(begin, at))
+                self._make_way(rows[at], head)
+                self._seal_new(rows[at : at + 1], pages.part(at, at + 1))
+                begin = at + 1
+        self._seal_new(rows[begin:], pages.part(begin, len(rows)))
+
+    def _make_way(self, row: int, head: int) -> None:
+        """Retires what a copy takes the place of when it is sealed."""
         table = self.table
         for copy in self.index.copies(head):
             if table.tier[copy] == table.tier[row]:
                 self._replace(copy, row)
             elif not self.is_lasting(copy):
                 self.retire(copy)
-        self._fire(row, Event.SEAL)
-        is_best = self.index.insert(row)
-        if is_best and self._listing is not None:
-            self._listing.put(self._listed(row, meta))
-        self.links.join(row, meta.parent)
-        self._queue_of(row).admit(row)
-        self._record(EventKind.STORED, row)
 
-    def restore(
-        self, tier: Tier, rows: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
-    ) -> None:
+    def _seal_new(self, rows: Sequence[int], pages: PageColumns) -> None:
+        """Seals one page, or pages without another copy."""
+        if not rows:
+            return
+        self._fire_many(rows, Event.SEAL)
+        if len(rows) == 1:
+            is_best = self.index.insert(rows[0])
+        else:
+            self.index.insert_many(np.array(rows))
+            is_best = True
+        if is_best:
+            self._telling.sealed(rows, pages)
+        self.links.join_many(rows, pages.keys, pages.parents)
+        if len(rows) == 1:
+            self._queue_of(rows[0]).admit(rows[0])
+        else:
+            self._admit(np.array(rows))
+        self._telling.change(EventKind.STORED, rows)
+
+    def restore(self, rows: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> None:
         """FREE -> SEALED for rows whose columns and links are written, in a tier without pages."""
+        if not len(rows):
+            return
         restore(self.table, rows, generations)
-        self.ledger.restored(tier, len(rows), int(self.table.column("record")[rows].sum()))
+        tier = TIERS[self.table.tier[int(rows[0])]]
+        nbytes = int(self.table.column("record")[rows].sum())
+        self.ledger.move(tier, State.FREE, State.SEALED, nbytes, pages=len(rows))
         self.index.insert_many(rows)
-        if self._listing is not None:
-            self._listing.put_many(self._listed_many(tier, rows))
-        for record_bytes in np.unique(self.table.column("record")[rows]).tolist():
-            queue = self.queue(tier, record_bytes)
-            queue.admit_many(rows[self.table.column("record")[rows] == record_bytes])
+        self._telling.restored(rows)
+        self._admit(rows)
         self.changes += 1
+
+    def _admit(self, rows: npt.NDArray[np.int64]) -> None:
+        """Copies of one tier can be evicted from now on."""
+        tier = TIERS[self.table.tier[int(rows[0])]]
+        records = self.table.column("record")[rows]
+        first = int(records[0])
+        if (records == first).all():
+            self.queue(tier, first).admit_many(rows)
+            return
+        for record_bytes in np.unique(records).tolist():
+            self.queue(tier, record_bytes).admit_many(rows[records == record_bytes])
 
     def abandon(self, row: int) -> None:
         """FILLING -> FREE: its writer has stopped and will not write again."""
-        self._fire(row, Event.ABANDON)
-        self._give_back(row)
+        self.abandon_many((row,))
+
+    def abandon_many(self, rows: Sequence[int]) -> None:
+        """As `abandon` for each of `rows`, of one tier."""
+        if rows:
+            self._fire_many(rows, Event.ABANDON)
+            self._give_back(rows)
 
     def orphan(self, row: int) -> None:
         """FILLING -> QUARANTINED: its writer may still write, so no cap frees the slot."""
-        self._fire(row, Event.ORPHAN)
+        self._fire_many((row,), Event.ORPHAN)
 
     def is_orphan(self, row: int) -> bool:
         return self.table.state[row] == State.QUARANTINED and row not in self.quarantine
 
     def retire(self, row: int) -> None:
         """SEALED -> RETIRING, and on to FREE when no lease names it."""
-        self._unfind(row)
-        self._fire(row, Event.RETIRE)
-        self.drain(row)
+        self.leave(row)
+        self.retire_left((row,))
+
+    def retire_many(self, rows: Sequence[int]) -> int:
+        """As `retire` for each of `rows`, of one tier; how many were their pages' last copies.
+        Chain links of and between them are cut in one vector pass."""
+        for row in rows:
+            self._queue_of(row).forget(row)
+        self.links.cut(np.array(rows, np.int64))
+        return self.retire_left(rows)
+
+    def leave(self, row: int) -> None:
+        """A copy leaves its queue and its chain. `retire_left` must follow."""
+        self._queue_of(row).forget(row)
+        self.links.leave(row)
+
+    def retire_left(self, rows: Sequence[int]) -> int:
+        """As `retire_many`, for rows that have left their queues and chains."""
+        if not rows:
+            return 0
+        were_last = self._unfind(rows)
+        self._fire_many(rows, Event.RETIRE)
+        leases = self.table.leases
+        self.drain_many([row for row in rows if leases[row] == 0])
+        return were_last
 
     def condemn(self, row: int) -> None:
         """SEALED -> QUARANTINED: unfindable at once, its bytes kept for inspection if possible."""
-        self._unfind(row)
-        self._fire(row, Event.CONDEMN)
+        self.leave(row)
+        self._unfind((row,))
+        self._fire_many((row,), Event.CONDEMN)
         self.quarantine.add(row)
         self._let_go_if_lost(row)
 
     def drain(self, row: int) -> None:
         """RETIRING or QUARANTINED -> FREE, if nothing names the slot any more."""
         if self.table.leases[row] == 0:
-            self._fire(row, Event.DRAIN)
-            self._give_back(row)
+            self.drain_many((row,))
+
+    def drain_many(self, rows: Sequence[int]) -> None:
+        """As `drain` for each of `rows`, of one tier and state, that no lease names."""
+        if rows:
+            self._fire_many(rows, Event.DRAIN)
+            self._give_back(rows)
 
     def hold(self, row: int) -> None:
         self.table.leases[row] += 1
@@ -216,29 +297,10 @@ class Residents:
     def _ready(self, row: int) -> None:
         """One of its reasons to stay has gone: it, and its sibling shards, may be candidates."""
         table = self.table
-        for at in self.siblings(row):
-            if table.children[at] == 0 and table.leases[at] == 0 and table.queued[at] == 0:
+        children, leases, queued = table.children, table.leases, table.queued
+        for at in self.shards.siblings(row):
+            if not (children[at] or leases[at] or queued[at]):
                 self._queue_of(at).ready(at)
-
-    def is_sharded(self, namespace: int) -> bool:
-        return self._shard_count(namespace) > 1
-
-    def siblings(self, row: int) -> list[int]:
-        """The row and the rows of its other shards in the same tier."""
-        table = self.table
-        namespace = table.namespace[row]
-        rows = [row]
-        count = self._shard_count(namespace)
-        if count > 1:
-            key = table.key(row)
-            for shard in range(count):
-                if shard != table.shard[row]:
-                    other = self.index.copy_in(
-                        self.index.find(namespace, shard, key), table.tier[row]
-                    )
-                    if other != NO_ROW:
-                        rows.append(other)
-        return rows
 
     def hold_many(self, rows: npt.NDArray[np.int64]) -> None:
         """As `hold` for each of `rows`; a row may be named more than once."""
@@ -255,7 +317,7 @@ class Residents:
         self.changes += 1
         queued = (table.column("state")[rows] == State.SEALED) & (table.column("queued")[rows] != 0)
         namespaces = np.unique(table.column("namespace")[rows[queued]])
-        if any(self._shard_count(int(number)) > 1 for number in namespaces):
+        if any(self.shards.are_several(int(number)) for number in namespaces):
             queued[:] = False  # a sibling may wait for this release
         for row in rows[~queued].tolist():
             self._released(row)
@@ -263,6 +325,11 @@ class Residents:
     def touch(self, rows: npt.NDArray[np.int64]) -> None:
         """The pages were used together; `rows` goes from the head of their chain to its tail."""
         table = self.table
+        if len(rows) == 1:
+            row = int(rows[0])
+            table.uses[row] = min(table.uses[row], 254) + 1
+            self._queue_of(row).touch(rows)
+            return
         uses = table.column("uses")
         uses[rows] = np.minimum(uses[rows], 254) + 1
         while len(rows):
@@ -273,79 +340,45 @@ class Residents:
             self.queue(Tier(tier), record).touch(rows[together])
             rows = rows[~together]
 
-    def retire_many(self, rows: npt.NDArray[np.int64]) -> None:
-        """Retires sealed rows; chain links of and between them are cut in one vector pass."""
-        self.links.cut(rows)
-        for row in rows.tolist():
-            self.retire(row)
-
     def _replace(self, old: int, new: int) -> None:
         """Retires `old`, a copy of the same page in the same tier; `new` takes over its
         children."""
         self.links.inherit(old, new)
         self.retire(old)
 
-    def _unfind(self, row: int) -> None:
-        shards = self.siblings(row)[1:]
-        next_best = self.table.twin[row] - 1
-        was_best = self.index.remove(row)
-        if was_best and self._listing is not None:
-            self._list_next(row, next_best)
-        self._queue_of(row).forget(row)
-        self.links.leave(row)
-        if shards:
-            self._ready(shards[0])
-        self._record(EventKind.REMOVED, row)
-
-    def _list_next(self, row: int, head: int) -> None:
-        """The copy that was listed has gone: the next one is listed, if there is one."""
-        assert self._listing is not None, "asked for by those who have one"
-        table = self.table
-        if head == NO_ROW:
-            self._listing.remove(table.namespace[row], table.shard[row], table.key(row))
-        else:
-            self._listing.put(self._listed(head))
-
-    def _listed(self, row: int, meta: PageMeta | None = None) -> Listed:
-        """`meta` is known when a copy is sealed, and not of one that was there before."""
-        table = self.table
-        return Listed(
-            table.namespace[row],
-            table.shard[row],
-            table.key(row),
-            table.tier[row],
-            table.codec[row],
-            bool(table.lossy[row]),
-            table.slot[row],
-            table.length[row],
-            table.generation[row],
-            meta is not None,
-            meta.payload_sum if meta else NO_SUM,
-            meta.origin_sum if meta else NO_SUM,
+    def _unfind(self, rows: Sequence[int]) -> int:
+        """Nobody finds these copies of one tier any more; how many were their pages' last."""
+        twin = self.table.twin
+        nexts = [twin[row] - 1 for row in rows]
+        were_best = self.index.remove_many(rows)
+        found = list(zip(rows, nexts, were_best, strict=True))
+        gone = [row for row, after, is_best in found if is_best and after == NO_ROW]
+        self._telling.gone(gone)
+        self._telling.next_best(
+            [after for _, after, is_best in found if is_best and after != NO_ROW]
         )
-
-    def _listed_many(self, tier: Tier, rows: npt.NDArray[np.int64]) -> ListedMany:
-        names = ("namespace", "shard", "codec", "lossy", "slot", "length", "generation")
-        columns = {name: self.table.column(name)[rows] for name in names}
-        return ListedMany(tier=tier, key_words=self.table.key_words_np[rows], **columns)
+        for row in self.shards.of_several(rows):
+            for other in self.shards.siblings(row)[1:2]:
+                self._ready(other)
+        self._telling.change(EventKind.REMOVED, rows)
+        return len(gone)
 
     def _queue_of(self, row: int) -> Policy:
-        return self.queue(TIERS[self.table.tier[row]], self.table.record[row])
+        tier, record_bytes = self.table.tier[row], self.table.record[row]
+        return self._queues.get((tier, record_bytes)) or self.queue(TIERS[tier], record_bytes)
 
-    def _fire(self, row: int, event: Event, *, generation: int = 0) -> None:
-        table = self.table
-        before = STATES[table.state[row]]
-        after = fire(table, row, event, generation=generation)
-        self.ledger.move(TIERS[table.tier[row]], before, after, table.record[row])
+    def _fire_many(
+        self, rows: Sequence[int], event: Event, *, generations: Sequence[int] = ()
+    ) -> None:
+        """Rows of one tier and state."""
+        table, record = self.table, self.table.record
+        before, after = fire_many(table, rows, event, generations=generations)
+        total = sum([record[row] for row in rows])
+        self.ledger.move(TIERS[table.tier[rows[0]]], before, after, total, pages=len(rows))
 
-    def _give_back(self, row: int) -> None:
-        tier = TIERS[self.table.tier[row]]
-        self.allocators[tier].free(self.table.slot[row])
-        self.table.give_row(row)
-        self.changes += 1
-
-    def _record(self, kind: EventKind, row: int) -> None:
-        table = self.table
-        self.events.record(
-            kind, TIERS[table.tier[row]], table.namespace[row], table.shard[row], table.key(row)
-        )
+    def _give_back(self, rows: Sequence[int]) -> None:
+        """Of one tier."""
+        table, slot = self.table, self.table.slot
+        self.allocators[TIERS[table.tier[rows[0]]]].free_many([slot[row] for row in rows])
+        table.give_rows(rows)
+        self.changes += len(rows)

@@ -93,5 +93,5 @@ class Room:
             is_same = (table.column("generation")[rows] == generations) & (
                 table.column("state")[rows] == State.SEALED
             )
-            self._residents.retire_many(rows[is_same])
+            self._residents.retire_many(rows[is_same].tolist())
             return len(rows)

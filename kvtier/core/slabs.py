@@ -121,28 +121,42 @@ class SlabAllocator:
             self._unbound.remove(slab)
 
     def reserve(self, record_bytes: int) -> int | None:
-        """A free slot of this size, binding an unbound or empty slab when there is none; None: no
-        room."""
+        """A free slot of this size; None: no room."""
+        slots = self.reserve_many(record_bytes, 1)
+        return slots[0] if slots else None
+
+    def reserve_many(self, record_bytes: int, count: int) -> list[int]:
+        """Up to `count` free slots of this size, binding unbound or empty slabs when there are
+        none; fewer: there is no more room."""
         assert 0 < record_bytes <= self.slab_bytes
         assert record_bytes % SLOT_UNIT == 0
-        size = self._class(record_bytes)
-        slot = self._pop(size)
-        if slot is None and self._bind(size):
+        size, slabs, units = self._class(record_bytes), self._slabs, self._units
+        slots: list[int] = []
+        while len(slots) < count:
             slot = self._pop(size)
-        if slot is not None:
-            self._slabs[self.slab_of(slot)].used += 1
-        return slot
+            if slot is not None:
+                slots.append(slot)
+                slabs[slot // units].used += 1
+            elif not self._bind(size):
+                break
+        return slots
 
     def free(self, slot: int) -> None:
         """Takes a slot back."""
-        slab = self.slab_of(slot)
-        state = self._slabs[slab]
-        assert state.used > 0
-        state.used -= 1
-        if state.granted:
-            self._classes[state.record_bytes].given_back.append(slot)
-        elif not state.used:
-            self.closed.discard(slab)
+        self.free_many((slot,))
+
+    def free_many(self, slots: Iterable[int]) -> None:
+        """Takes slots back."""
+        slabs, classes, units = self._slabs, self._classes, self._units
+        for slot in slots:
+            slab = slot // units
+            state = slabs[slab]
+            assert state.used > 0
+            state.used -= 1
+            if state.granted:
+                classes[state.record_bytes].given_back.append(slot)
+            elif not state.used:
+                self.closed.discard(slab)
 
     def has_free(self, record_bytes: int) -> bool:
         """`reserve` would find a slot without taking a slab from another class."""

@@ -187,7 +187,7 @@ class Snapshots:
             parents = rows[before[is_linked] - left_out]
             table.column("parent")[rows[is_linked]] = parents + 1
             np.add.at(table.column("children"), parents, 1)
-            residents.restore(tier, rows, copies.generation[left_out:])
+            residents.restore(rows, copies.generation[left_out:])
             waits = (before >= 0) & ~is_linked
             residents.links.wait_for(rows[waits], copies.key[before[waits]])
             return len(rows)

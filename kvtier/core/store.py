@@ -30,6 +30,7 @@ from kvtier.core.lifecycle import State
 from kvtier.core.listing import Listing
 from kvtier.core.moves import Moves
 from kvtier.core.page import Codec, DeleteCode, GetCode, PageMeta, PageRef, PutCode, Tier
+from kvtier.core.page_columns import PageColumns
 from kvtier.core.pins import Pins
 from kvtier.core.placement import Placement
 from kvtier.core.policy.base import Policy
@@ -83,6 +84,7 @@ class Store:
         """`make_policy`: for all tiers, or one for each. `listing` hears of every findable page."""
         self.boot_id = config.boot_id
         self._lock = threading.Lock()
+        self._shard_counts: dict[int, int] = {}  # of the namespace numbers that are open
         self._table = CopyTable(config.pages_max)
         self._index = Index(self._table, seed=config.seed)
         self._events = EventLog(config.events_max)
@@ -94,13 +96,12 @@ class Store:
             generations=generations,
             events=self._events,
             make_policy={tier: _with_clock(make_policy, tier, clock) for tier in tiers},
-            shard_count=lambda namespace: self._shard_counts.get(namespace, 1),
+            shard_counts=self._shard_counts,
             quarantine_share=config.quarantine_share,
             listing=listing,
         )
         self._listing = listing
         self._placement = Placement(self._residents, config.tier_pages_max)
-        self._shard_counts: dict[int, int] = {}  # of the namespace numbers that are open
         self._ended: set[int] = set()  # numbers whose pages `sweep` has to look for
         self._sweeping: npt.NDArray[np.int64] = np.empty(0, np.int64)  # and rows it has found
         self._counters = Counters()
@@ -236,7 +237,8 @@ class Store:
                 return PutCode.STALE_GENERATION
             self._residents.check_name(namespace, shard)
             head = self._index.find(namespace, shard, meta.key)
-            if self._residents.is_there(head, meta, tier if source else None):
+            only_in = tier if source else None
+            if self._residents.is_there(head, lossy=meta.lossy, only_in=only_in):
                 self._counters.exists += 1
                 return PutCode.EXISTS
             self._use_parent(namespace, shard, meta.parent)
@@ -244,7 +246,7 @@ class Store:
             if row == NO_ROW:
                 self._counters.busy += 1
                 return PutCode.BUSY
-            self._residents.name(row, namespace, shard, meta)
+            self._residents.name_many((row,), namespace, shard, PageColumns.of((meta,)))
             if source is not None:
                 self._moves.begin(row, source)
             return Filling(self, row=row, ref=self._ref(row), namespace=namespace, meta=meta)
@@ -319,11 +321,12 @@ class Store:
                 self._counters.stale_commits += 1
                 return PutCode.STALE_GENERATION
             head = self._index.find(filling.namespace, table.shard[row], meta.key)
-            if self._residents.is_there(head, meta, ref.tier if is_move else None):
+            only_in = ref.tier if is_move else None
+            if self._residents.is_there(head, lossy=meta.lossy, only_in=only_in):
                 self._residents.abandon(row)
                 self._counters.exists += 1
                 return PutCode.EXISTS
-            self._residents.seal(row, meta, head)
+            self._residents.seal_many((row,), PageColumns.of((meta,)), (head,))
             self._counters.stored += 1
             return PutCode.STORED
 

@@ -10,6 +10,7 @@ State and generation are written by core/lifecycle.py alone. The caller holds th
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvtier.core.page import KEY_BYTES, Tier
 __all__ = ["BYTES_PER_ROW", "NO_ROW", "CopyTable"]
 
 NO_ROW = -1
+_FREE = State.FREE
 
 #: name -> (numpy type, what it holds)
 _COLUMNS: dict[str, tuple[type[np.generic], str]] = {
@@ -121,6 +123,29 @@ class CopyTable:
     def take_row(self, key: bytes) -> int:
         """A row for a new copy, its columns cleared but state and generation; NO_ROW when all are
         taken."""
+        rows = self.take_many(1)
+        if not rows:
+            return NO_ROW
+        self.set_key(rows[0], key)
+        return rows[0]
+
+    def take_many(self, count: int) -> list[int]:
+        """As `take_row` with a key of zeros for each of `count` copies; fewer when all are
+        taken."""
+        rows: list[int] = []
+        state, leases, words, cleared = self.state, self.leases, self._words, self._cleared
+        while len(rows) < count and (row := self._next_row()) != NO_ROW:
+            assert state[row] == _FREE
+            assert leases[row] == 0
+            words[row * 4] = words[row * 4 + 1] = words[row * 4 + 2] = words[row * 4 + 3] = 0
+            for column in cleared:
+                column[row] = 0
+            rows.append(row)
+        self.rows_live += len(rows)
+        return rows
+
+    def _next_row(self) -> int:
+        """The row to take next, or NO_ROW."""
         if self._first_free:
             row = self._first_free - 1
             self._first_free = self.link[row]
@@ -128,13 +153,7 @@ class CopyTable:
             row = self._used_before
             self._used_before += 1
         else:
-            return NO_ROW
-        assert self.state[row] == State.FREE
-        assert self.leases[row] == 0
-        self.set_key(row, key)
-        for column in self._cleared:
-            column[row] = 0
-        self.rows_live += 1
+            row = NO_ROW
         return row
 
     def take_rows(self, count: int) -> npt.NDArray[np.int64]:
@@ -147,10 +166,16 @@ class CopyTable:
 
     def give_row(self, row: int) -> None:
         """Takes back a row whose state is FREE."""
-        assert self.state[row] == State.FREE
-        self.link[row] = self._first_free
-        self._first_free = row + 1
-        self.rows_live -= 1
+        self.give_rows((row,))
+
+    def give_rows(self, rows: Collection[int]) -> None:
+        """Takes back rows whose state is FREE."""
+        state, link = self.state, self.link
+        for row in rows:
+            assert state[row] == _FREE
+            link[row] = self._first_free
+            self._first_free = row + 1
+        self.rows_live -= len(rows)
 
     def rows_where(self, *, tier: Tier | None = None, state: State) -> npt.NDArray[np.int64]:
         """Rows in a state (and tier): a vector scan over all rows ever used."""

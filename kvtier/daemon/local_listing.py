@@ -11,17 +11,18 @@ import logging
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.core.listing import Listed, ListedMany
 from kvtier.errors import LimitExceeded
 from kvtier.transfer.local.directory import Directory
-from kvtier.transfer.local.entry import ENTRY_WORDS, encode_columns, encode_into
+from kvtier.transfer.local.entry import ENTRY_WORDS, encode_columns, encode_into, named_rows
 
 __all__ = ["DirectoryListing"]
 
 log = logging.getLogger(__name__)
 
-#: Changes of single pages since the start.
+#: Changes since the start, but for those of a restart.
 _OFTEN = 4096
 
 
@@ -40,29 +41,30 @@ class DirectoryListing:
         self._changes = 0
 
     def put(self, page: Listed) -> None:
-        self._count()
+        self._count(1)
         encode_into(self._entry, page)
         self._directory.put_many(self._row)
 
     def put_many(self, pages: ListedMany) -> None:
-        self._directory.fill(
-            encode_columns(
-                pages.key_words,
-                namespace=pages.namespace,
-                shard=pages.shard,
-                tier=pages.tier,
-                generation=pages.generation,
-                slot=pages.slot,
-                length=pages.length,
-                codec=pages.codec,
-                lossy=pages.lossy,
-            )
-        )
+        self._count(len(pages.slot))
+        self._directory.put_many(encode_columns(**pages._asdict()))
+
+    def fill(self, pages: ListedMany) -> None:
+        self._directory.fill(encode_columns(**pages._asdict()))
 
     def remove(self, namespace: int, shard: int, key: bytes) -> None:
-        self._count()
+        self._count(1)
         encode_into(self._entry, Listed(namespace, shard, key, 0, 0, False, 0, 0, 0))
         self._directory.remove_many(self._row)
+
+    def remove_many(
+        self,
+        namespace: NDArray[np.uint32],
+        shard: NDArray[np.uint16],
+        key_words: NDArray[np.uint64],
+    ) -> None:
+        self._count(len(key_words))
+        self._directory.remove_many(named_rows(key_words, namespace, shard))
 
     def open_namespace(self, namespace: int, shard_count: int, generation: int) -> None:
         if not namespace:
@@ -73,9 +75,10 @@ class DirectoryListing:
             # Local clients find nothing of it current, and ask the daemon.
             log.warning("local.namespace_unlisted", extra={"why": str(error)})
 
-    def _count(self) -> None:
-        self._changes += 1
-        if self._changes == _OFTEN and self._on_often is not None:
+    def _count(self, changes: int) -> None:
+        is_new = self._changes < _OFTEN
+        self._changes += changes
+        if is_new and self._changes >= _OFTEN and self._on_often is not None:
             self._on_often()
 
     def end_namespace(self, namespace: int) -> None:

@@ -17,19 +17,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.core.page import KEY_BYTES, NO_SUM, SUM_BYTES, Codec, PageMeta, PageRef, PutCode
+from kvtier.core.page_columns import PageColumns, cut
 from kvtier.core.store import Store
 from kvtier.errors import DaemonUnavailable
-from kvtier.packing.record import HEADER_BYTES, encode_header, record_bytes
+from kvtier.packing.header_blocks import encode_headers
+from kvtier.packing.record import HEADER_BYTES, record_bytes
 from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.local import frames
 from kvtier.transfer.mover import Subject
+from kvtier.transfer.place import Identity
 
 __all__ = ["PutReport", "LocalWrites"]
 
 _NO_PARENT = bytes(KEY_BYTES)
+_TAKEN = {int(code): code for code in PutCode if code.is_stored}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +82,8 @@ class LocalWrites:
         if frame.returned:
             returned = np.frombuffer(frame.returned, "<u8").tolist()
             self._store.grants.give_back(holder, returned)
-        metas = _metas(frame)
-        codes = self._seal(holder, frame, metas)
-        self._tell(frame, metas, codes)
+        codes = self._seal(holder, frame)
+        self._tell(frame, codes)
         is_seen_first = bool(codes and frame.wanted)
         if is_seen_first:
             yield self._answer(frame, codes, (), follows=1)
@@ -130,8 +134,8 @@ class LocalWrites:
         subject = self._subject_of(frame.namespace, frame.shard, _NO_PARENT)
         return subject is not None and _takes(subject, frame.length)
 
-    def _seal(self, holder: int, frame: frames.Write, metas: Sequence[PageMeta]) -> bytes:
-        if not metas:
+    def _seal(self, holder: int, frame: frames.Write) -> bytes:
+        if not len(frame):
             return b""
         generations = np.frombuffer(frame.generations, np.uint64).tolist()
         subject = self._subject_of(frame.namespace, frame.shard, _NO_PARENT)
@@ -140,33 +144,45 @@ class LocalWrites:
             # keep others out.
             self._store.grants.give_back(holder, generations)
             code = PutCode.STALE_GENERATION if subject is None else PutCode.REFUSED
-            return bytes([code]) * len(metas)
-        refs = self._store.grants.refs(holder, generations)
-        written: set[int] = set()
-        for ref, meta in zip(refs, metas, strict=True):
-            # A grant that is named twice is sealed as the first page.
-            if ref is not None and ref.generation not in written:
-                written.add(ref.generation)
-                header = subject.identity.header(meta, ref)
-                self._arena.view(ref.slot, 0, HEADER_BYTES)[:] = encode_header(header)
+            return bytes([code]) * len(frame)
+        self._write_headers(holder, frame, subject.identity)
         crash_point("local.written")
         codes = self._store.grants.seal_many(
-            holder, frame.namespace, frame.shard, generations, metas
+            holder, frame.namespace, frame.shard, generations, _columns(frame)
         ).tobytes()
         crash_point("local.sealed")
         return codes
 
-    def _tell(self, frame: frames.Write, metas: Sequence[PageMeta], codes: bytes) -> None:
+    def _write_headers(self, holder: int, frame: frames.Write, identity: Identity) -> None:
+        generations = np.frombuffer(frame.generations, "<u8")
+        live: dict[int, tuple[int, PageRef]] = {}  # generation -> (which page, where)
+        for at, ref in enumerate(self._store.grants.refs(holder, generations.tolist())):
+            # A grant that is named twice is sealed as the first page.
+            if ref is not None and ref.generation not in live:
+                live[ref.generation] = at, ref
+        if not live:
+            return
+        which, slots = [at for at, _ in live.values()], [ref.slot for _, ref in live.values()]
+        _, ref = next(iter(live.values()))
+        blocks = encode_headers(
+            identity.header(_common(frame), ref),
+            keys=_rows(frame.keys, KEY_BYTES)[which],
+            parents=_rows(frame.parents, KEY_BYTES)[which],
+            payload_sums=_rows(frame.sums, SUM_BYTES)[which],
+            depths=np.frombuffer(frame.depths, "<u4")[which],
+            slots=np.array(slots, np.uint64),
+            generations=generations[which],
+        )
+        self._arena.bytes.reshape(-1, HEADER_BYTES)[slots] = blocks
+
+    def _tell(self, frame: frames.Write, codes: bytes) -> None:
         # What is not taken is put again over gRPC, and counted there.
-        known = _cut(frame.known, KEY_BYTES)
-        taken = {
-            meta.key: code
-            for meta, code in zip(metas, map(PutCode, codes), strict=True)
-            if code.is_stored
-        }
+        known = cut(frame.known, KEY_BYTES)
+        named = zip(cut(frame.keys, KEY_BYTES), codes, strict=True)
+        taken = {key: code for key, code in named if code in _TAKEN}
         if not taken and not known:
             return
-        counts = Counter(taken.values())
+        counts = Counter({_TAKEN[code]: n for code, n in Counter(taken.values()).items()})
         counts[PutCode.EXISTS] += len(known)
         self._on_put(
             PutReport(
@@ -184,31 +200,31 @@ def _takes(subject: Subject, length: int) -> bool:
     return subject.layout is not None and subject.layout.raw_bytes == length
 
 
-def _metas(frame: frames.Write) -> list[PageMeta]:
-    depths = np.frombuffer(frame.depths, "<u4").tolist()
-    columns = zip(
-        _cut(frame.keys, KEY_BYTES),
-        _cut(frame.parents, KEY_BYTES),
-        _cut(frame.sums, SUM_BYTES),
-        depths,
-        strict=True,
+def _columns(frame: frames.Write) -> PageColumns:
+    count, parents = len(frame), cut(frame.parents, KEY_BYTES)
+    return PageColumns(
+        keys=cut(frame.keys, KEY_BYTES),
+        parents=[b"" if parent == _NO_PARENT else parent for parent in parents],
+        lengths=[frame.length] * count,
+        codecs=[int(Codec.RAW)] * count,
+        lossy=[False] * count,
+        payload_sums=cut(frame.sums, SUM_BYTES),
+        origin_sums=[NO_SUM] * count,
     )
-    return [
-        PageMeta(
-            key=key,
-            length=frame.length,
-            codec=Codec.RAW,
-            payload_sum=payload_sum,
-            origin_sum=NO_SUM,
-            parent=b"" if parent == _NO_PARENT else parent,
-            depth=depth,
-            session=frame.session,
-            ttl_ms=frame.ttl_ms,
-            priority=frame.priority,
-        )
-        for key, parent, payload_sum, depth in columns
-    ]
 
 
-def _cut(column: bytes, width: int) -> list[bytes]:
-    return [column[at : at + width] for at in range(0, len(column), width)]
+def _rows(column: bytes, width: int) -> NDArray[np.uint8]:
+    return np.frombuffer(column, np.uint8).reshape(-1, width)
+
+
+def _common(frame: frames.Write) -> PageMeta:
+    """What is said of every page of it; the rest is filled in for each."""
+    return PageMeta(
+        key=_NO_PARENT,
+        length=frame.length,
+        codec=Codec.RAW,
+        payload_sum=NO_SUM,
+        session=frame.session,
+        ttl_ms=frame.ttl_ms,
+        priority=frame.priority,
+    )

@@ -23,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvtier.core.page import GetCode, Tier
+from kvtier.core.page import GetCode, PutCode, Tier
 
 __all__ = [
     "METRICS",
@@ -181,6 +181,13 @@ class Metrics:
         if self.is_counting:
             self._received.inc(payload_bytes)
             self._count("put", codes, self._put_pages)
+
+    def local_puts(self, codes: Mapping[PutCode, int], payload_bytes: int) -> None:
+        """Pages that clients have put by shared memory."""
+        if self.is_counting:
+            self._received.inc(payload_bytes)
+            for code, count in codes.items():
+                self._count_code("put", code.name.lower(), count, self._put_pages)
 
     def get_ended(self, codes: Iterable[str], payload_bytes: int, hits: Mapping[Tier, int]) -> None:
         if self.is_counting:

@@ -257,8 +257,7 @@ class Node:
 
     def local_put(self, put: PutReport) -> None:
         """A client has put pages by shared memory."""
-        codes = (code.name.lower() for code in put.codes.elements())
-        self.metrics.put_ended(codes, put.payload_bytes)
+        self.metrics.local_puts(put.codes, put.payload_bytes)
         try:
             self.sessions.session(put.session_id)
         except UnknownHandle:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from kvtier.core.page import PageRef, PutCode, Tier
+from kvtier.core.page_columns import PageColumns
 from kvtier.testing.store_oracle import NUMBERS, StoreOracle, meta_of
 
 __all__ = ["GrantRules"]
@@ -89,7 +90,9 @@ class GrantRules(StoreOracle):
     def seal_granted(self, holder: int, pages: list[tuple[int, int, int | None]]) -> None:
         generations = self.named([pick for pick, _, _ in pages])
         metas = [meta_of(n, parent) for _, n, parent in pages]
-        codes = self.store.grants.seal_many(holder, self.namespace, 0, generations, metas).tolist()
+        codes = self.store.grants.seal_many(
+            holder, self.namespace, 0, generations, PageColumns.of(metas)
+        ).tolist()
         goes_in = []
         for generation, (_, n, _) in zip(generations, pages, strict=True):
             is_live = self.owns(holder, generation) and self.grants[generation][2] is not None
@@ -115,7 +118,9 @@ class GrantRules(StoreOracle):
         """Under a number that has ended, or was never open."""
         generations = self.named(picks)
         metas = [meta_of(n, None) for n in range(len(picks))]
-        codes = self.store.grants.seal_many(holder, self.namespace - 1, 0, generations, metas)
+        codes = self.store.grants.seal_many(
+            holder, self.namespace - 1, 0, generations, PageColumns.of(metas)
+        )
         assert set(codes.tolist()) == {PutCode.STALE_GENERATION}
         for generation in generations:
             if self.owns(holder, generation):

@@ -6,8 +6,14 @@ Belongs to the store that it was given to; `check` takes the store's lock.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtier.core.listing import Listed, ListedMany
-from kvtier.core.page import KEY_BYTES
+from kvtier.core.page import KEY_BYTES, NO_SUM
+from kvtier.core.page_columns import cut
 from kvtier.core.store import Store
 
 __all__ = ["ListingBook"]
@@ -22,24 +28,26 @@ class ListingBook:
         self.pages[page.namespace, page.shard, page.key] = page
 
     def put_many(self, pages: ListedMany) -> None:
-        keys = pages.key_words.tobytes()
-        for i in range(len(pages.slot)):
-            listed = Listed(
-                int(pages.namespace[i]),
-                int(pages.shard[i]),
-                keys[i * KEY_BYTES : (i + 1) * KEY_BYTES],
-                pages.tier,
-                int(pages.codec[i]),
-                bool(pages.lossy[i]),
-                int(pages.slot[i]),
-                int(pages.length[i]),
-                int(pages.generation[i]),
-            )
-            assert (listed.namespace, listed.shard, listed.key) not in self.pages, "listed already"
-            self.put(listed)
+        for page in _pages_of(pages):
+            self.put(page)
+
+    def fill(self, pages: ListedMany) -> None:
+        for page in _pages_of(pages):
+            assert (page.namespace, page.shard, page.key) not in self.pages, "listed already"
+            self.put(page)
 
     def remove(self, namespace: int, shard: int, key: bytes) -> None:
         del self.pages[namespace, shard, key]
+
+    def remove_many(
+        self,
+        namespace: NDArray[np.uint32],
+        shard: NDArray[np.uint16],
+        key_words: NDArray[np.uint64],
+    ) -> None:
+        keys = cut(key_words.tobytes(), KEY_BYTES)
+        for name in zip(namespace.tolist(), shard.tolist(), keys, strict=True):
+            del self.pages[name]
 
     def open_namespace(self, namespace: int, shard_count: int, generation: int) -> None:
         self.namespaces[namespace] = shard_count
@@ -61,3 +69,24 @@ class ListingBook:
             assert (page.tier, page.slot, page.length, page.generation) == copy, page
             assert (page.codec, page.lossy) == (table.codec[row], bool(table.lossy[row])), page
         assert self.namespaces == store._shard_counts
+
+
+def _pages_of(pages: ListedMany) -> Iterator[Listed]:
+    has_sums = pages.payload_sum is not None and pages.origin_sum is not None
+    for i, key in enumerate(cut(pages.key_words.tobytes(), KEY_BYTES)):
+        sums = NO_SUM, NO_SUM
+        if pages.payload_sum is not None and pages.origin_sum is not None:
+            sums = pages.payload_sum[i].tobytes(), pages.origin_sum[i].tobytes()
+        yield Listed(
+            int(pages.namespace[i]),
+            int(pages.shard[i]),
+            key,
+            pages.tier,
+            int(pages.codec[i]),
+            bool(pages.lossy[i]),
+            int(pages.slot[i]),
+            int(pages.length[i]),
+            int(pages.generation[i]),
+            has_sums,
+            *sums,
+        )

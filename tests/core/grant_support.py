@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtier.core.page import PageMeta, PutCode, Tier
+from kvtier.core.page_columns import PageColumns
 from kvtier.core.store import Store
 from tests.core.support import NS, RECORD, make_store
 
@@ -39,7 +40,9 @@ def seal(
     namespace: int = NS,
     shard: int = 0,
 ) -> list[int]:
-    codes = store.grants.seal_many(holder, namespace, shard, generations, metas).tolist()
+    codes = store.grants.seal_many(
+        holder, namespace, shard, generations, PageColumns.of(metas)
+    ).tolist()
     store.survey.check()
     store._listing.check(store)
     return codes

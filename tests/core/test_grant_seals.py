@@ -7,6 +7,7 @@ import pytest
 from kvtier.core.events import EventKind
 from kvtier.core.handles import Reading
 from kvtier.core.page import Codec, PageMeta, PutCode, Tier
+from kvtier.core.page_columns import PageColumns
 from tests.core.grant_support import (
     EXISTS,
     REFUSED,
@@ -213,10 +214,12 @@ def test_what_does_not_fit_changes_nothing() -> None:
     store = store_of()
     generations = take(store, A, 2)
     with pytest.raises(ValueError, match="2 grants for 1 pages"):
-        store.grants.seal_many(A, NS, 0, generations, [meta(0)])
+        store.grants.seal_many(A, NS, 0, generations, PageColumns.of([meta(0)]))
     for namespace, shard in ((NS, 1 << 16), (NS, -1), (1 << 32, 0)):
         with pytest.raises(ValueError, match="does not fit"):
-            store.grants.seal_many(A, namespace, shard, generations, [meta(0), meta(1)])
+            store.grants.seal_many(
+                A, namespace, shard, generations, PageColumns.of([meta(0), meta(1)])
+            )
     assert held(store) == (2, 2, 0)
     assert seal(store, A, [], []) == []
     assert counts(store) == (14, 2, 0, 0, 0)

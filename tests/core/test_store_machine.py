@@ -115,7 +115,7 @@ def test_the_machine_finds_a_seal_that_ignores_an_ended_namespace(
 
 def test_the_machine_finds_a_slot_that_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def leaky(self: Residents, row: int) -> None:
-        self._fire(row, Event.ABANDON)
+        self._fire_many((row,), Event.ABANDON)
 
     monkeypatch.setattr(Residents, "abandon", leaky)
     with pytest.raises(AssertionError):
@@ -130,9 +130,7 @@ def test_the_machine_finds_a_grant_that_is_freed_at_its_deadline(
     def careless(self: Grants, rows: Iterable[int]) -> int:
         generations = [self._residents.table.generation[row] for row in rows]
         for holder in list(self._held):
-            for row in self._let_go(holder, generations):
-                if row != NO_ROW:
-                    self._free(row)
+            self._free([row for row in self._let_go(holder, generations) if row != NO_ROW])
         return len(generations)
 
     monkeypatch.setattr(Grants, "_quarantine", careless)
@@ -154,7 +152,7 @@ def test_the_machine_finds_an_eviction_that_ignores_pins(monkeypatch: pytest.Mon
 
 
 def test_the_machine_finds_a_store_that_never_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Placement, "_evict", lambda self, tier, record_bytes: False)
+    monkeypatch.setattr(Placement, "_evict", lambda self, tier, record_bytes, count: False)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Full, settings=HUNT)
 
@@ -162,8 +160,8 @@ def test_the_machine_finds_a_store_that_never_evicts(monkeypatch: pytest.MonkeyP
 def test_the_machine_finds_a_store_that_evicts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Placement._evict
 
-    def greedy(self: Placement, tier: Tier, record_bytes: int) -> bool:
-        return original(self, tier, record_bytes) | original(self, tier, record_bytes)
+    def greedy(self: Placement, tier: Tier, record_bytes: int, count: int) -> bool:
+        return original(self, tier, record_bytes, count + 1)
 
     monkeypatch.setattr(Placement, "_evict", greedy)
     with pytest.raises(AssertionError, match="another page's turn"):

@@ -28,6 +28,7 @@ class Mirrored(ListingBook):
 
     def __init__(self) -> None:
         super().__init__()
+        self.is_batch = False
         self.directory = Directory(
             pages_max=64, namespaces_max=64, boot_id=BOOT, hash_seed=3, kernels=NumpyKernels()
         )
@@ -36,11 +37,22 @@ class Mirrored(ListingBook):
 
     def put(self, page: Listed) -> None:
         super().put(page)
-        self.listing.put(page)
+        if not self.is_batch:
+            self.listing.put(page)
+
+    def put_many(self, pages: ListedMany) -> None:
+        self.is_batch = True
+        super().put_many(pages)
+        self.is_batch = False
+        self.listing.put_many(pages)
 
     def remove(self, namespace: int, shard: int, key: bytes) -> None:
         super().remove(namespace, shard, key)
         self.listing.remove(namespace, shard, key)
+
+    def remove_many(self, namespace: np.ndarray, shard: np.ndarray, key_words: np.ndarray) -> None:
+        super().remove_many(namespace, shard, key_words)
+        self.listing.remove_many(namespace, shard, key_words)
 
     def open_namespace(self, namespace: int, shard_count: int, generation: int) -> None:
         super().open_namespace(namespace, shard_count, generation)
@@ -120,8 +132,8 @@ def test_many_at_once_are_as_one_by_one() -> None:
     with Directory(pages_max=count, namespaces_max=8, boot_id=BOOT, hash_seed=3) as directory:
         listing = DirectoryListing(directory)
         book = ListingBook()
-        listing.put_many(pages)
-        book.put_many(pages)
+        listing.fill(pages)
+        book.fill(pages)
         assert directory.pages == count
         with DirectoryView(directory.fd, boot_id=BOOT) as view:
             rows = []
@@ -134,6 +146,18 @@ def test_many_at_once_are_as_one_by_one() -> None:
                 listing.put(page)
                 again = view.lookup([page.key], namespace=page.namespace, shard=page.shard)
                 assert np.array_equal(again.entries[0], row)
+            sums = rng.integers(0, 256, (2, count, 16)).astype(np.uint8)
+            known = pages._replace(payload_sum=sums[0], origin_sum=sums[1])
+            listing.put_many(known)
+            book.put_many(known)
+            assert directory.pages == count
+            for page in book.pages.values():
+                found = view.lookup([page.key], namespace=page.namespace, shard=page.shard)
+                check_entry(found.entries[0], page)
+            gone = np.arange(0, count, 3)
+            listing.remove_many(pages.namespace[gone], pages.shard[gone], pages.key_words[gone])
+            book.remove_many(pages.namespace[gone], pages.shard[gone], pages.key_words[gone])
+            assert directory.pages == len(book.pages) == count - len(gone)
 
 
 def test_a_page_without_a_place_is_counted_and_no_error() -> None:

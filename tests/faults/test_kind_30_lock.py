@@ -245,7 +245,7 @@ def refuse(*_args):
         ("_index.find_many", lambda s, k: s.acquire(BIG, 0, k)),
         ("_index.find_many", lambda s, k: s.pins.pin(1, BIG, 0, k, deadline=9.0)),
         ("_index.find", lambda s, k: s.delete(BIG, 0, k)),
-        ("_residents.begin", lambda s, k: reserve(s)),
+        ("_residents.begin_many", lambda s, k: reserve(s)),
         ("_residents.ledger.counts", lambda s, k: s.status()),
         ("_residents.retire_many", lambda s, k: s.room.withdraw(Tier.NVME, 0)),
         ("_generations.next", lambda s, k: reserve(s)),

@@ -4,7 +4,7 @@ over a disk and devices that outlive it, and a start by the real recovery."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -253,15 +253,16 @@ class Boot:
     def _count_evictions(self) -> None:
         """The oracle hears of every page that gives way."""
         placement, table = self.store._placement, self.store._table
-        counted = placement._count_eviction
+        give_up = placement._give_up
 
-        def count(row: int) -> None:
-            self.oracle.evicted(
-                Tier(table.tier[row]), table.namespace[row], table.shard[row], table.key(row)
-            )
-            counted(row)
+        def tell(rows: list[int], retire: Callable[[Sequence[int]], int]) -> None:
+            for row in rows:
+                self.oracle.evicted(
+                    Tier(table.tier[row]), table.namespace[row], table.shard[row], table.key(row)
+                )
+            give_up(rows, retire)
 
-        placement._count_eviction = count  # type: ignore[method-assign]
+        placement._give_up = tell  # type: ignore[method-assign]
 
     # -- recovery --------------------------------------------------------------------------------
 

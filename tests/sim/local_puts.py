@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtier.core.page import PageMeta, PageRef, PutCode
+from kvtier.core.page_columns import PageColumns
 from kvtier.packing.record import HEADER_BYTES, encode_header, record_bytes
 from tests.sim.boot import Boot
 from tests.sim.oracle import Space
@@ -79,7 +80,7 @@ class LocalPuts:
                 header = encode_header(place.header(meta, ref))
                 self._boot.arena.view(ref.slot, 0, HEADER_BYTES)[:] = header
         codes = self._grants.seal_many(
-            put.version, place.namespace, place.shard, generations, metas
+            put.version, place.namespace, place.shard, generations, PageColumns.of(metas)
         ).tolist()
         self._note(*codes)
         stored = [m.key for m, code in zip(metas, codes, strict=True) if code == PutCode.STORED]

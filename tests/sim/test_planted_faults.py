@@ -3,7 +3,7 @@ seed of a few fails, and says which one it is."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -85,9 +85,9 @@ def test_a_slot_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Residents._give_back
     calls = iter(range(1, 1_000_000))
 
-    def doubly(self: Residents, row: int) -> None:
-        tier, slot = Tier(self.table.tier[row]), self.table.slot[row]
-        original(self, row)
+    def doubly(self: Residents, rows: Sequence[int]) -> None:
+        tier, slot = Tier(self.table.tier[rows[0]]), self.table.slot[rows[0]]
+        original(self, rows)
         if next(calls) % 50 == 0:
             self.allocators[tier].free(slot)
 

@@ -25,7 +25,7 @@ class Policy(Protocol):
         """The page can be evicted from now on."""
 
     def admit_many(self, rows: npt.NDArray[np.int64]) -> None:
-        """As `admit` of each, in order; for ARC and S3-FIFO the queue is empty before."""
+        """As `admit` of each, in order."""
 
     def touch(self, rows: npt.NDArray[np.int64]) -> None:
         """The pages were used together; `rows` goes from the head of their chain to its tail.
@@ -47,6 +47,9 @@ class Policy(Protocol):
 
         A page that `evictable` refuses is not named again before `ready`.
         """
+
+    def evict(self, evictable: Callable[[int], bool]) -> int:
+        """`victim`, and `forget` of what it names."""
 
     def coldest(self) -> int:
         """The stamp of a page that is about the next victim; a very high number when there is

@@ -96,6 +96,15 @@ class LruTailFirst:
                 return row  # a refused one waits for `ready`
         return NO_ROW
 
+    def evict(self, evictable: Callable[[int], bool]) -> int:
+        """See Policy."""
+        while (row := self._settle()) != NO_ROW:
+            if evictable(row):
+                self._order.remove(row)
+                return row
+            self._order.set_aside(row)
+        return NO_ROW
+
     def coldest(self) -> int:
         """See Policy."""
         row = self._settle()

@@ -71,8 +71,7 @@ class TwoQueues(ABC):
 
     def admit_many(self, rows: npt.NDArray[np.int64]) -> None:
         """See Policy."""
-        assert not self._pages()
-        if len(self.ghosts):  # a few can be left of the time before it was empty
+        if self._pages() or len(self.ghosts):
             for row in rows.tolist():
                 self.admit(row)
             return
@@ -137,6 +136,13 @@ class TwoQueues(ABC):
         self._named = _NO_PAGE
         if row != NO_ROW:
             self._named = self._table.namespace[row], self._table.key(row)
+        return row
+
+    def evict(self, evictable: Callable[[int], bool]) -> int:
+        """See Policy."""
+        row = self.victim(evictable)
+        if row != NO_ROW:
+            self.forget(row)
         return row
 
     def coldest(self) -> int:

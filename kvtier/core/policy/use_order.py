@@ -168,8 +168,7 @@ class UseOrder:
 
     def remove(self, row: int) -> None:
         """The row leaves. It must be here."""
-        place = self._place[row]
-        self._part_of(place).write(place, 0)
+        self._at_place(row, 0)
         self._place[row] = self._queued[row] = 0
         self.members -= 1
         if not self.members:
@@ -178,25 +177,26 @@ class UseOrder:
 
     def set_aside(self, row: int) -> None:
         """The row is not the first until it is put back. It must wait."""
-        place = self._place[row]
-        self._part_of(place).write(place, -row - 1)
+        self._at_place(row, -row - 1)
         self._queued[row] = 0
 
     def put_back(self, row: int) -> None:
         """A row that was set aside waits again, in its place."""
-        place = self._place[row]
-        self._part_of(place).write(place, row + 1)
         self._queued[row] = 1
-        self._front = min(self._front, place)
+        place = self._at_place(row, row + 1)
+        if place < self._front:
+            self._front = place
 
     def first(self) -> int:
         """The row that was used longest ago of all that wait, or NO_ROW."""
         for part in self._parts():
             if part.waiting:
-                place = part.first_waiting(self._front)
-                self.looked_at += min(place - self._front + 1, _BLOCK)
-                self._front = place
-                return int(part.entries[place - part.first]) - 1
+                front = self._front
+                if front < part.begin or (entry := part.entries[front - part.first]) <= 0:
+                    self._front = part.first_waiting(front)
+                    entry = part.entries[self._front - part.first]
+                self.looked_at += min(self._front - front + 1, _BLOCK)
+                return entry - 1
         return NO_ROW
 
     def first_block(self) -> npt.NDArray[np.int32]:
@@ -213,6 +213,14 @@ class UseOrder:
 
     def _parts(self) -> tuple[_Part, ...]:
         return (self._newer,) if self._older is None else (self._older, self._newer)
+
+    def _at_place(self, row: int, entry: int) -> int:
+        """Writes at the place of the row; it."""
+        place, part = self._place[row], self._newer
+        if self._older is not None and place < part.first:
+            part = self._older
+        part.write(place, entry)
+        return place
 
     def _part_of(self, place: int) -> _Part:
         if self._older is not None and place < self._newer.first:

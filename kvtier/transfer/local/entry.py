@@ -69,6 +69,7 @@ __all__ = [
     "mix_one",
     "mix_seed",
     "name_word",
+    "named_rows",
     "place_many",
     "place_one",
 ]
@@ -222,12 +223,24 @@ def identities(
     Namespaces and shards are one number or one for each key. With a generation other than 0 only an
     entry of that allocation is meant.
     """
-    found = key_words(keys).reshape(-1, 4)
-    rows = np.zeros((len(found), ENTRY_WORDS), np.uint64)
-    rows[:, :4] = found
-    rows[:, 4] = np.asarray(namespaces, np.uint32)
-    rows[:, 4] |= np.asarray(shards, np.uint16).astype(np.uint64) << np.uint64(32)
+    rows = named_rows(
+        key_words(keys).reshape(-1, 4),
+        np.asarray(namespaces, np.uint32),
+        np.asarray(shards, np.uint16),
+    )
     rows[:, 5] = np.asarray(generations, np.uint64)
+    return rows
+
+
+def named_rows(
+    key_words: Words, namespaces: NDArray[np.uint32], shards: NDArray[np.uint16]
+) -> Words:
+    """`identities` of keys as words, shape (n, 4), whatever their generations."""
+    rows = np.zeros((len(key_words), ENTRY_WORDS), np.uint64)
+    rows[:, :4] = key_words
+    rows[:, 4] = shards
+    rows[:, 4] <<= np.uint64(32)
+    rows[:, 4] |= namespaces
     return rows
 
 
@@ -306,23 +319,27 @@ def encode_columns(
     length: NDArray[Any],
     codec: NDArray[Any],
     lossy: NDArray[Any],
+    payload_sum: NDArray[np.uint8] | None = None,
+    origin_sum: NDArray[np.uint8] | None = None,
 ) -> Words:
-    """Many entries without sums, of one tier, as rows for the owner's table, shape (n, 16): from
-    keys as words, shape (n, 4), and columns of n numbers that fit their fields.
+    """Many entries of one tier as rows for the owner's table, shape (n, 16): from keys as words,
+    shape (n, 4), and columns of n numbers that fit their fields; with sums, shape (n, 16), if both
+    are there.
     """
 
     def shifted(column: NDArray[Any], bits: int) -> Words:
         return column.astype(np.uint64) << np.uint64(bits)
 
-    rows = np.zeros((len(key_words), ENTRY_WORDS), np.uint64)
-    rows[:, :4] = key_words
-    rows[:, 4] = namespace
-    rows[:, 4] |= shifted(shard, 32)
+    rows = named_rows(key_words, namespace, shard)
     rows[:, 4] |= np.uint64(int(tier) << 48 | _SEALED << 56)
     rows[:, 5] = generation
     rows[:, 6] = slot
     rows[:, 7] = length
     rows[:, 7] |= shifted(codec, 48) | shifted(lossy != 0, 56)
+    if payload_sum is not None and origin_sum is not None:
+        rows[:, 4] |= np.uint64(_HAS_SUMS << 56)
+        rows[:, 8:10] = np.ascontiguousarray(payload_sum).view(np.uint64)
+        rows[:, 10:12] = np.ascontiguousarray(origin_sum).view(np.uint64)
     return rows
 
 
