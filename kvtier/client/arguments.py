@@ -39,6 +39,7 @@ _MS_MAX: Final = 2**63 - 1
 _DEPTH_MAX: Final = 2**32 - 1
 _PRIORITY_MAX: Final = 2**31 - 1
 _DURABILITY: Final = {"host": Durability.HOST, "nvme": Durability.NVME}
+_NO_HINTS: Final = Hints()
 _TIERS: Final = {tier.name.lower(): tier for tier in (Tier.HOST, Tier.NVME)}
 
 
@@ -202,6 +203,8 @@ def checked_session(given: object) -> str:
 
 
 def _hints(given: GetArguments | PutArguments) -> Hints:
+    if not given:
+        return _NO_HINTS
     return Hints(
         session=checked_session(given.get("session", "")),
         ttl_ms=milliseconds("ttl", given.get("ttl", 0.0)),
@@ -235,6 +238,6 @@ def _durability(given: str | Durability) -> Durability:
 
 
 def _check_names(given: GetArguments | PutArguments, known: type, method: str) -> None:
-    unknown = set(given) - set(known.__annotations__)
+    unknown = given.keys() - known.__annotations__.keys() if given else ()
     if unknown:
         raise TypeError(f"{method}() got an unexpected keyword argument {min(unknown)!r}")

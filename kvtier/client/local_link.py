@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Final, Self
 
 import numpy as np
@@ -35,14 +36,33 @@ _KEYS_KEPT_MAX: Final = 65_536
 
 @dataclass(slots=True)
 class _Usage:
-    """Of one namespace and shard, not told yet; `keys` in the order of their last use."""
+    """Of one namespace and shard, not told yet; `keys` in the order of their last use, those of
+    `recent` after them.
+    """
 
     keys: dict[bytes, None] = field(default_factory=dict)
+    recent: list[Sequence[bytes]] = field(default_factory=list)
+    recent_count: int = 0
     lookup_hits: int = 0
     lookup_misses: int = 0
     get_hits: int = 0
     get_misses: int = 0
     get_bytes: int = 0
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Costs the same for one key and for thousands, until they are gathered."""
+        self.recent.append(keys)
+        self.recent_count += len(keys)
+        if self.recent_count > _KEYS_KEPT_MAX:
+            self.gather()
+
+    def gather(self) -> None:
+        """Puts the keys of `recent` where they belong in `keys`."""
+        for key in chain.from_iterable(self.recent):
+            self.keys.pop(key, None)
+            self.keys[key] = None
+        self.recent.clear()
+        self.recent_count = 0
 
 
 class LocalLink:
@@ -100,24 +120,28 @@ class LocalLink:
     def note_lookup(self, namespace: int, shard: int, *, hits: int, misses: int) -> bool:
         """Whether `tell` has to be called, which it has not been since it was asked for last."""
         with self._lock:
-            usage = self._usage.setdefault((namespace, shard), _Usage())
+            usage = self._usage_of((namespace, shard))
             usage.lookup_hits += hits
             usage.lookup_misses += misses
             return self._asks()
 
     def note_get(
-        self, namespace: int, shard: int, keys: list[bytes], *, nbytes: int, misses: int
+        self, namespace: int, shard: int, keys: Sequence[bytes], *, nbytes: int, misses: int
     ) -> bool:
-        """As `note_lookup`, of pages that were read, the head of a chain first."""
+        """As `note_lookup`, of pages that were read, the head of a chain first; `keys` is kept."""
         with self._lock:
-            usage = self._usage.setdefault((namespace, shard), _Usage())
-            for key in keys:
-                usage.keys.pop(key, None)
-                usage.keys[key] = None
+            usage = self._usage_of((namespace, shard))
+            usage.use(keys)
             usage.get_hits += len(keys)
             usage.get_misses += misses
             usage.get_bytes += nbytes
             return self._asks()
+
+    def _usage_of(self, name: tuple[int, int]) -> _Usage:
+        usage = self._usage.get(name)
+        if usage is None:
+            usage = self._usage[name] = _Usage()
+        return usage
 
     def _asks(self) -> bool:
         was_telling, self._is_telling = self._is_telling, True
@@ -131,6 +155,7 @@ class LocalLink:
             told, self._usage = self._usage, {}
             self._is_telling = False
         for name, usage in told.items():
+            usage.gather()
             if not self._tell_one(*name, usage):
                 with self._lock:
                     self._keep(name, usage)
@@ -167,6 +192,7 @@ class LocalLink:
     def _keep(self, name: tuple[int, int], old: _Usage) -> None:
         """Puts back what could not be told, before what has come since."""
         new = self._usage.get(name, _Usage())
+        new.gather()
         for key in new.keys:
             old.keys.pop(key, None)
         keys = old.keys | new.keys
@@ -175,12 +201,12 @@ class LocalLink:
             del keys[key]
         self.untold += too_many
         self._usage[name] = _Usage(
-            keys,
-            old.lookup_hits + new.lookup_hits,
-            old.lookup_misses + new.lookup_misses,
-            old.get_hits + new.get_hits,
-            old.get_misses + new.get_misses,
-            old.get_bytes + new.get_bytes,
+            keys=keys,
+            lookup_hits=old.lookup_hits + new.lookup_hits,
+            lookup_misses=old.lookup_misses + new.lookup_misses,
+            get_hits=old.get_hits + new.get_hits,
+            get_misses=old.get_misses + new.get_misses,
+            get_bytes=old.get_bytes + new.get_bytes,
         )
 
     def close(self) -> None:
