@@ -39,6 +39,8 @@ _MS_MAX: Final = 2**63 - 1
 _DEPTH_MAX: Final = 2**32 - 1
 _PRIORITY_MAX: Final = 2**31 - 1
 _DURABILITY: Final = {"host": Durability.HOST, "nvme": Durability.NVME}
+_NO_HINTS: Final = Hints()
+_PLAIN_GET: Final = GetOptions(accept=(Codec.RAW,), lossy_ok=False, hints=_NO_HINTS)
 _TIERS: Final = {tier.name.lower(): tier for tier in (Tier.HOST, Tier.NVME)}
 
 
@@ -92,8 +94,19 @@ class GetCall:
         """Raises KeyLengthError, PageSizeError, LimitExceeded, MissingExtra; TypeError as a call
         would.
         """
-        _check_names(given, GetArguments, "get")
         checked = checked_keys(keys)
+        check_dtype(out, "out", layout)
+        request = Request(name="out", count=len(checked), nbytes=layout.raw_bytes, writable=True)
+        return cls(
+            keys=checked,
+            rows=rows_of(out, request, at) if checked else Allocated(request),
+            options=cls._options(layout, given) if given else _PLAIN_GET,
+            deadline=deadline,
+        )
+
+    @staticmethod
+    def _options(layout: Layout, given: GetArguments) -> GetOptions:
+        _check_names(given, GetArguments, "get")
         codec = None if given.get("codec") is None else _codec(given["codec"])
         # Who names FP8 asks for rounded numbers, unless he says that he does not.
         lossy_ok = given.get("lossy_ok", codec is Codec.FP8)
@@ -102,14 +115,7 @@ class GetCall:
             accept = (Codec.RAW, Codec.FP8)
         if Codec.FP8 in accept:
             require_packer()
-        check_dtype(out, "out", layout)
-        request = Request(name="out", count=len(checked), nbytes=layout.raw_bytes, writable=True)
-        return cls(
-            keys=checked,
-            rows=rows_of(out, request, at) if checked else Allocated(request),
-            options=GetOptions(accept=accept, lossy_ok=lossy_ok, hints=_hints(given)),
-            deadline=deadline,
-        )
+        return GetOptions(accept=accept, lossy_ok=lossy_ok, hints=_hints(given))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +241,6 @@ def _durability(given: str | Durability) -> Durability:
 
 
 def _check_names(given: GetArguments | PutArguments, known: type, method: str) -> None:
-    unknown = set(given) - set(known.__annotations__)
+    unknown = given.keys() - known.__annotations__.keys() if given else ()
     if unknown:
         raise TypeError(f"{method}() got an unexpected keyword argument {min(unknown)!r}")

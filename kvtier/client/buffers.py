@@ -111,11 +111,18 @@ class Request:
 class FlatRows(Rows):
     """Pages in one piece of memory, one after another or at `ids`."""
 
-    def __init__(self, view: memoryview, nbytes: int, ids: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        view: memoryview,
+        nbytes: int,
+        ids: Sequence[int] | None = None,
+        *,
+        address: int | None = None,
+    ) -> None:
         self._view = view
         self._nbytes = nbytes
         self._ids = ids
-        self._base = address_of(view)
+        self._base = address_of(view) if address is None else address
 
     def address(self, index: int) -> int:
         return self._base + (index if self._ids is None else self._ids[index]) * self._nbytes
@@ -230,7 +237,8 @@ def rows_of_array(array: np.ndarray[Any, Any], request: Request, at: object = No
     ids = None if at is None else page_ids(at, len(array) if array.ndim else 0, request)
     by_row = row_shape(request, array.shape, array.nbytes, is_pool=ids is not None)
     if array.flags.c_contiguous:
-        return FlatRows(_flat(array), request.nbytes, ids)
+        address = int(array.ctypes.data)
+        return FlatRows(_flat(array), request.nbytes, ids, address=address)
     if not by_row:
         raise _not_in_rows(request, array.shape)
     return ArrayRows(array, ids)

@@ -68,6 +68,8 @@ class KeyChain(Sequence[bytes]):
 
 def checked_keys(keys: Sequence[bytes | bytearray | memoryview]) -> list[bytes]:
     """The keys as bytes. Raises KeyLengthError naming the first one that is not 32 bytes."""
+    if isinstance(keys, KeyChain) or _are_keys(keys):
+        return list(keys)
     if isinstance(keys, bytes | bytearray | memoryview | str):
         raise KeyLengthError(
             f"keys is one {type(keys).__name__}", remedy="pass a sequence of keys, also for one key"
@@ -76,8 +78,6 @@ def checked_keys(keys: Sequence[bytes | bytearray | memoryview]) -> list[bytes]:
         raise KeyLengthError(
             f"keys is {keys!r}", remedy="pass a sequence of keys, as ns.keys makes them"
         )
-    if isinstance(keys, KeyChain) or _are_keys(keys):
-        return list(keys)
     checked = []
     for index, key in enumerate(keys):
         if type(key) is not bytes:

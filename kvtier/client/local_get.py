@@ -22,7 +22,7 @@ from kvtier.client.buffers import address_of
 from kvtier.client.local_link import LocalLink
 from kvtier.client.reading import GetOptions, Reader
 from kvtier.core.page import Codec
-from kvtier.packing.checksum import bound_blocks
+from kvtier.packing.checksum import bound_block
 from kvtier.transfer.local.protocol import DOUBT, MISS, Found, Readable
 from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import OpenedNamespace
@@ -53,6 +53,13 @@ class LocalGet:
         self._opened = opened
         #: Of a page.
         self.nbytes = reader.layout.raw_bytes
+        self._block = bound_block(
+            fingerprint=opened.fingerprint,
+            namespace_generation=opened.generation,
+            shard=reader.layout.shard.index,
+            codec=Codec.RAW,
+            length=self.nbytes,
+        )
         self.left: set[int] = set()
         self.read: list[int] = []
         self.raced = 0
@@ -89,15 +96,16 @@ class LocalGet:
         )
         readable = view.readable(
             found,
+            self._block,
             arena_bytes=len(self._link.arena),
             length=self.nbytes,
             lossy_ok=self._options.lossy_ok,
         )
         rows = readable.rows
         if len(rows) < len(todo):
-            self.left.update(todo[readable.others == DOUBT].tolist())
-            reader.miss(todo[readable.others == MISS])
-        passed = self._copy(todo, readable, found)
+            self.left.update(todo[readable.outcomes == DOUBT].tolist())
+            reader.miss(todo[readable.outcomes == MISS])
+        passed = self._copy(todo[rows], readable)
         if passed.all():
             self._settle(todo, rows, found)
             return todo[:0]
@@ -110,31 +118,22 @@ class LocalGet:
         self.raced += len(again)
         return again
 
-    def _copy(self, todo: NDArray[np.int64], readable: Readable, found: Found) -> NDArray[np.bool_]:
+    def _copy(self, indices: NDArray[np.int64], readable: Readable) -> NDArray[np.bool_]:
         """Copies pages to where they are wanted; which are whole there, shape (k,)."""
-        reader, link, nbytes = self._reader, self._link, self.nbytes
-        indices = todo[readable.rows]
-        named = indices.tolist()
-        blocks = bound_blocks(
-            [reader.keys[index] for index in named],
-            fingerprint=self._opened.fingerprint,
-            namespace_generation=self._opened.generation,
-            shard=reader.layout.shard.index,
-            codec=Codec.RAW,
-            length=nbytes,
-        )
+        reader, link = self._reader, self._link
         targets = reader.rows.addresses(indices)
         # What has no place of its own in host memory goes through a copy.
         passing: dict[int, memoryview] = {}
-        for at in np.flatnonzero(targets == 0).tolist():
-            passing[at] = memoryview(bytearray(nbytes))
-            targets[at] = address_of(passing[at])
+        if not targets.all():
+            for at in np.flatnonzero(targets == 0).tolist():
+                passing[at] = memoryview(bytearray(self.nbytes))
+                targets[at] = address_of(passing[at])
         sources = readable.offsets + link.arena_address
-        made = link.summer.copy(sources, targets, nbytes, blocks).view(np.uint64)
-        passed: NDArray[np.bool_] = (made == found.sums[readable.rows]).all(axis=1)
+        made = link.summer.copy(sources, targets, self.nbytes, readable.blocks).view(np.uint64)
+        passed: NDArray[np.bool_] = (made == readable.sums).all(axis=1)
         for at, copy in passing.items():
             if passed[at]:
-                reader.rows.store(named[at], copy)
+                reader.rows.store(int(indices[at]), copy)
         return passed
 
     def _settle(self, todo: NDArray[np.int64], rows: NDArray[np.int64], found: Found) -> None:

@@ -11,10 +11,12 @@ child does not get the memory (its connection is refused there).
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Final, Self
 
 import numpy as np
@@ -35,14 +37,33 @@ _KEYS_KEPT_MAX: Final = 65_536
 
 @dataclass(slots=True)
 class _Usage:
-    """Of one namespace and shard, not told yet; `keys` in the order of their last use."""
+    """Of one namespace and shard, not told yet; `keys` in the order of their last use, those of
+    `recent` after them.
+    """
 
     keys: dict[bytes, None] = field(default_factory=dict)
+    recent: list[Sequence[bytes]] = field(default_factory=list)
+    recent_count: int = 0
     lookup_hits: int = 0
     lookup_misses: int = 0
     get_hits: int = 0
     get_misses: int = 0
     get_bytes: int = 0
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Costs the same for one key and for thousands, until they are gathered."""
+        self.recent.append(keys)
+        self.recent_count += len(keys)
+        if self.recent_count > _KEYS_KEPT_MAX:
+            self.gather()
+
+    def gather(self) -> None:
+        """Puts the keys of `recent` where they belong in `keys`."""
+        for key in chain.from_iterable(self.recent):
+            self.keys.pop(key, None)
+            self.keys[key] = None
+        self.recent.clear()
+        self.recent_count = 0
 
 
 class LocalLink:
@@ -50,6 +71,9 @@ class LocalLink:
         self, control: socket.socket, arena: NDArray[np.uint8], view: DirectoryView
     ) -> None:
         self.control = control
+        # A quarter of the time of a read that finds nothing; any number of threads may wait on it.
+        self._said = select.epoll()
+        self._said.register(control, select.EPOLLIN)
         self._lock = threading.Lock()
         self._usage: dict[tuple[int, int], _Usage] = {}
         self._is_telling = False
@@ -81,12 +105,9 @@ class LocalLink:
         """The daemon has not ended, and has not cut this link off. Waits for nothing."""
         try:
             # Whatever it says after the welcome is a refusal.
-            self.control.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+            return not self._said.poll(0, 1)
+        except (OSError, ValueError):  # closed by another thread
+            return False
 
     def farewell(self) -> str:
         """Why the link has ended, as far as the daemon said."""
@@ -100,24 +121,28 @@ class LocalLink:
     def note_lookup(self, namespace: int, shard: int, *, hits: int, misses: int) -> bool:
         """Whether `tell` has to be called, which it has not been since it was asked for last."""
         with self._lock:
-            usage = self._usage.setdefault((namespace, shard), _Usage())
+            usage = self._usage_of((namespace, shard))
             usage.lookup_hits += hits
             usage.lookup_misses += misses
             return self._asks()
 
     def note_get(
-        self, namespace: int, shard: int, keys: list[bytes], *, nbytes: int, misses: int
+        self, namespace: int, shard: int, keys: Sequence[bytes], *, nbytes: int, misses: int
     ) -> bool:
-        """As `note_lookup`, of pages that were read, the head of a chain first."""
+        """As `note_lookup`, of pages that were read, the head of a chain first; `keys` is kept."""
         with self._lock:
-            usage = self._usage.setdefault((namespace, shard), _Usage())
-            for key in keys:
-                usage.keys.pop(key, None)
-                usage.keys[key] = None
+            usage = self._usage_of((namespace, shard))
+            usage.use(keys)
             usage.get_hits += len(keys)
             usage.get_misses += misses
             usage.get_bytes += nbytes
             return self._asks()
+
+    def _usage_of(self, name: tuple[int, int]) -> _Usage:
+        usage = self._usage.get(name)
+        if usage is None:
+            usage = self._usage[name] = _Usage()
+        return usage
 
     def _asks(self) -> bool:
         was_telling, self._is_telling = self._is_telling, True
@@ -131,6 +156,7 @@ class LocalLink:
             told, self._usage = self._usage, {}
             self._is_telling = False
         for name, usage in told.items():
+            usage.gather()
             if not self._tell_one(*name, usage):
                 with self._lock:
                     self._keep(name, usage)
@@ -167,6 +193,7 @@ class LocalLink:
     def _keep(self, name: tuple[int, int], old: _Usage) -> None:
         """Puts back what could not be told, before what has come since."""
         new = self._usage.get(name, _Usage())
+        new.gather()
         for key in new.keys:
             old.keys.pop(key, None)
         keys = old.keys | new.keys
@@ -175,16 +202,17 @@ class LocalLink:
             del keys[key]
         self.untold += too_many
         self._usage[name] = _Usage(
-            keys,
-            old.lookup_hits + new.lookup_hits,
-            old.lookup_misses + new.lookup_misses,
-            old.get_hits + new.get_hits,
-            old.get_misses + new.get_misses,
-            old.get_bytes + new.get_bytes,
+            keys=keys,
+            lookup_hits=old.lookup_hits + new.lookup_hits,
+            lookup_misses=old.lookup_misses + new.lookup_misses,
+            get_hits=old.get_hits + new.get_hits,
+            get_misses=old.get_misses + new.get_misses,
+            get_bytes=old.get_bytes + new.get_bytes,
         )
 
     def close(self) -> None:
         """Tells what is left, and lets go. Calls that run keep the memory until they end."""
         self.tell()
         self.view.close()
+        self._said.close()
         self.control.close()

@@ -23,7 +23,7 @@ from kvtier.client.reading import GetOptions, Reader
 from kvtier.core.page import GetCode
 from kvtier.errors import ClientClosed
 from kvtier.packing.layout import Layout
-from kvtier.transfer.local.protocol import DOUBT, HIT, MISS
+from kvtier.transfer.local.protocol import ANSWER_KEYS_MAX, DOUBT, HIT, MISS
 from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import LookupReply, OpenedNamespace
 
@@ -91,6 +91,8 @@ class LocalReads:
         """None: only the daemon can say. HIT needs every shard, as the daemon's lookup does."""
         shard, number = layout.shard.index, opened.namespace_number
         view = self.link.view
+        if layout.shard_count == 1 and len(keys) <= ANSWER_KEYS_MAX:
+            return self._lookup_few(opened, shard, keys)
         try:
             found = view.lookup(keys, namespace=number, shard=shard, with_entries=False)
             codes, tiers = found.codes, found.tiers
@@ -102,14 +104,40 @@ class LocalReads:
         except ClientClosed:
             return None
         answers = codes.tobytes().translate(_ANSWERS)
-        if not is_current or _IN_DOUBT in answers or not self._is_alive():
+        if not is_current or _IN_DOUBT in answers:
             self._count(left=len(keys))
             return None
-        self._count(lookups=len(keys))
+        return self._answered(number, shard, answers, tiers.tobytes())
+
+    def _lookup_few(
+        self, opened: OpenedNamespace, shard: int, keys: Sequence[bytes]
+    ) -> LookupReply | None:
+        number = opened.namespace_number
+        try:
+            found = self.link.view.answer(
+                keys, namespace=number, shard=shard, generation=opened.generation
+            )
+        except ClientClosed:
+            return None
+        if found is None:
+            self._count(left=len(keys))
+            return None
+        return self._answered(number, shard, found[0].translate(_ANSWERS), found[1])
+
+    def _answered(
+        self, namespace: int, shard: int, answers: bytes, tiers: bytes
+    ) -> LookupReply | None:
+        count = len(answers)
+        # Looked at last: what a daemon that has ended since has said counts for nothing.
+        if not self._is_alive():
+            self._count(left=count)
+            return None
+        with self._lock:
+            self._totals["lookups"] += count
         hits = answers.count(GetCode.HIT)
-        if self.link.note_lookup(number, shard, hits=hits, misses=len(keys) - hits):
+        if self.link.note_lookup(namespace, shard, hits=hits, misses=count - hits):
             self._tell_soon()
-        return LookupReply(answers, tiers.tobytes())
+        return LookupReply(answers, tiers)
 
     def get(
         self, reader: Reader, options: GetOptions, opened: OpenedNamespace, deadline: Deadline
@@ -129,15 +157,16 @@ class LocalReads:
             reader.forget()
             self._count(left=count)
             return list(range(count))
+        read = local.read
         misses = reader.codes.count(GetCode.MISS)
         self._count(
-            hits=len(local.read),
+            hits=len(read),
             misses=misses,
             raced=local.raced,
             sums_failed=local.sums_failed,
             left=len(local.left),
         )
-        keys = [reader.keys[index] for index in sorted(local.read)]
+        keys = reader.keys if len(read) == count else [reader.keys[i] for i in sorted(read)]
         nbytes = len(keys) * local.nbytes
         shard = reader.layout.shard.index
         if self.link.note_get(number, shard, keys, nbytes=nbytes, misses=misses):

@@ -98,12 +98,20 @@ class Reader:
         lossy: NDArray[np.uint8],
     ) -> None:
         """Raw pages of host memory that are in place, with a column for each of the rest."""
+        self._slots[indices] = slots
+        self._generations[indices] = generations
+        count = len(self.keys)
+        if len(indices) == count:  # they are all different
+            self.codes[:] = bytes([GetCode.HIT]) * count
+            self._tiers[:] = bytes([Tier.HOST]) * count
+            self._codecs[:] = bytes([Codec.RAW]) * count
+            self._column(self._lossy)[indices] = lossy
+            self._boot_ids = [boot_id] * count
+            return
         self._column(self.codes)[indices] = GetCode.HIT
         self._column(self._tiers)[indices] = Tier.HOST
         self._column(self._codecs)[indices] = Codec.RAW
         self._column(self._lossy)[indices] = lossy
-        self._slots[indices] = slots
-        self._generations[indices] = generations
         for index in indices.tolist():
             self._boot_ids[index] = boot_id
 

@@ -266,7 +266,9 @@ class Namespace:
     ) -> LookupResult:
         """Which pages are there now. Advice: a page can leave before the get."""
         within = self._connection._within(deadline)
-        known, session = checked_keys(keys), checked_session(session)
+        known = checked_keys(keys)
+        if session:
+            session = checked_session(session)
         found = self._async.lookup_here(known)
         if found is not None:
             return found

@@ -76,7 +76,7 @@ def check_dtype(memory: object, name: str, layout: Layout) -> None:
                     remedy="pass a tensor on a real device",
                 )
             dtype = str(item.dtype).removeprefix("torch.")
-        elif isinstance(item, np.ndarray):
+        elif isinstance(item, np.ndarray) and item.dtype.kind not in "biu":
             dtype = item.dtype.name
         else:
             continue

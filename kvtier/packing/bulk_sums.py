@@ -38,7 +38,6 @@ Sums: TypeAlias = NDArray[np.uint8]
 
 #: From so many bytes on in one call they do not stay in the caches anyway, and go past them.
 _STREAM_BYTES_MIN: Final = 1 << 20
-_STREAM_ALIGNMENT: Final = 16
 
 
 class Summer(Protocol):
@@ -106,8 +105,7 @@ class CompiledSummer:
         if nbytes <= self._kernels.SHORT_MAX:
             return self._short.copy(sources, targets, nbytes, blocks)
         is_long = nbytes * len(targets) >= _STREAM_BYTES_MIN
-        may_stream = is_long and not bool((targets % _STREAM_ALIGNMENT).any())
-        mode = self._kernels.STREAM if may_stream else self._kernels.COPY
+        mode = self._kernels.STREAM if is_long else self._kernels.COPY
         return self._run(sources, targets, nbytes, mode, blocks)
 
     def _run(

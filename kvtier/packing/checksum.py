@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DIGEST_WORD",
+    "KEY_WORD",
     "bind_sum",
+    "bound_block",
     "bound_blocks",
     "header_sum",
     "payload_digest",
@@ -52,7 +54,8 @@ _BOUND: Final = struct.Struct("<8s32s32sQQII16s16x")
 _MAGIC: Final = b"kvt-sum1"
 _FINGERPRINT_BYTES: Final = 32
 _BLOCK_WORDS: Final = 16
-#: Where in the bound block the payload digest begins, in words of 8 bytes.
+#: Where in the bound block the key and the payload digest begin, in words of 8 bytes.
+KEY_WORD: Final = 5
 DIGEST_WORD: Final = 12
 
 
@@ -88,6 +91,18 @@ def bind_sum(
     return xxhash.xxh3_128_digest(block)
 
 
+def bound_block(
+    *, fingerprint: bytes, namespace_generation: int, shard: int, codec: Codec, length: int
+) -> NDArray[np.uint64]:
+    """What the bound blocks of many pages have in common, shape (16,): without key and digest."""
+    assert len(fingerprint) == _FINGERPRINT_BYTES, "fingerprint"
+    nothing = bytes(KEY_BYTES)
+    block = _BOUND.pack(
+        _MAGIC, fingerprint, nothing, namespace_generation, length, shard, codec, bytes(SUM_BYTES)
+    )
+    return np.frombuffer(block, np.uint64)
+
+
 def bound_blocks(
     keys: Sequence[bytes],
     *,
@@ -107,14 +122,15 @@ def bound_blocks(
             f"{len(keys)} keys have {len(joined)} bytes together",
             remedy=f"keys are the {KEY_BYTES} bytes of a chain hash",
         )
-    assert len(fingerprint) == _FINGERPRINT_BYTES, "fingerprint"
-    nothing = bytes(KEY_BYTES)
-    block = _BOUND.pack(
-        _MAGIC, fingerprint, nothing, namespace_generation, length, shard, codec, bytes(SUM_BYTES)
-    )
     blocks = np.empty((len(keys), _BLOCK_WORDS), np.uint64)
-    blocks[:] = np.frombuffer(block, np.uint64)
-    blocks[:, 5:9] = np.frombuffer(joined, np.uint64).reshape(-1, 4)
+    blocks[:] = bound_block(
+        fingerprint=fingerprint,
+        namespace_generation=namespace_generation,
+        shard=shard,
+        codec=codec,
+        length=length,
+    )
+    blocks[:, KEY_WORD : KEY_WORD + 4] = np.frombuffer(joined, np.uint64).reshape(-1, 4)
     return blocks
 
 

@@ -110,16 +110,23 @@ class _Steps:
 
 @instructions
 def _encode(typing_context: Any, value: Any) -> Any:
-    """The e4m3fn code of a float32, clamped to 448 first."""
+    """The e4m3fn code of a float32 that is less than 464, where the codes end: what is over 448
+    becomes 448. No number times its inverse scale is more than 448 by more than a few roundings.
+
+    To add 2^20 times the power of two below a number rounds it to what its code can say, to
+    nearest, ties to even; the code counts these units. Below 2^-6 the unit is that of 2^-6.
+    """
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         do = _Steps(builder)
         bits = do.bits(arguments[0])
-        size = do.mask(bits, 0x7FFFFFFF)
-        size = do.choose(do.at_least(size, 0x43E00000), _I32(0x43E00000), size)  # 448
-        normal = do.plus(do.rounded(size, 20), -(120 << 3))  # bias 7 for 127
-        small = do.counted(size, 2.0**14, 0x46800000)  # below 2^-6 codes count 2^-9
-        made = do.choose(do.at_least(size, 0x3C800000), normal, small)
+        power = do.mask(bits, 0x7F800000)
+        power = do.choose(do.at_least(power, 121 << 23), power, _I32(121 << 23))  # 2^-6
+        unit = do.plus(power, 20 << 23)
+        rounded = builder.fadd(do.real(do.mask(bits, 0x7FFFFFFF)), do.real(unit))
+        counted = builder.sub(do.bits(rounded), unit)
+        # Eight codes a power of two, the first of which its own eight units stand for.
+        made = do.plus(builder.add(counted, do.right(unit, 20)), -((121 + 20) << 3))
         return builder.trunc(do.either(made, do.mask(do.right(bits, 24), 0x80)), _I8)
 
     return types.uint8(types.float32), code

@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from kvtier.packing.jit_numba import compiled, instructions, part
 
@@ -34,8 +35,8 @@ SHORT_MAX: Final = 240
 #: What is done with the bytes beside summing them.
 ONLY_SUM: Final = 0
 COPY: Final = 1
-#: As COPY, past the caches, to targets at multiples of 16 (numpy's arrays are, torch's are at ones
-#: of 64).
+#: As COPY, and past the caches where targets are at multiples of 16 (numpy's arrays are, torch's
+#: are at ones of 64).
 STREAM: Final = 2
 
 # Constants of the specification.
@@ -67,9 +68,15 @@ _AVALANCHE = np.uint64(0x165667919E3779F9)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _S37, _S47 = np.uint64(37), np.uint64(47)
 
+# numba's own types describe this as the compiler calls it, not as code uses it.
+_insert: Any = cgutils.get_or_insert_function
+
 _STRIPE: Final = 64
 _STRIPES_PER_BLOCK: Final = 16
 _BLOCK: Final = _STRIPE * _STRIPES_PER_BLOCK
+#: How far before its use a stripe is fetched: the processor does not look into the next 4 KiB by
+#: itself.
+_AHEAD: Final = 4096
 #: Where in the secret its parts for these steps begin, in bytes.
 _SCRAMBLE_AT, _LAST_AT, _LOW_AT, _HIGH_AT = 128, 121, 11, 117
 
@@ -97,7 +104,9 @@ def _stripes(mode: int, skew: int = 0) -> Any:
         builder.position_at_end(loop)
         at, lanes, previous = builder.phi(_WORD), builder.phi(_LINE), builder.phi(_LINE)
         offset = builder.shl(at, _number(6))
-        data = _loaded(builder, _pointer(builder, builder.add(source, offset)), 1)
+        stripe = builder.add(source, offset)
+        _prefetch(builder, builder.add(stripe, _number(_AHEAD)))
+        data = _loaded(builder, _pointer(builder, stripe), 1)
         if mode != ONLY_SUM:
             place = builder.add(target, offset)
             if skew:
@@ -148,6 +157,16 @@ def _store(builder: Any, data: Any, address: Any, mode: int) -> None:
     if mode == STREAM:
         one = builder.module.add_metadata([ir.Constant(_INT, 1)])
         stored.set_metadata("nontemporal", one)
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Begins to fetch a cache line; of any address, as it reads nothing."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
+    fetch = _insert(builder.module, kind, "llvm.prefetch.p0")
+    # For reading, to be kept in all levels, data.
+    numbers = [ir.Constant(_INT, number) for number in (0, 3, 1)]
+    builder.call(fetch, [builder.inttoptr(address, byte), *numbers])
 
 
 def _pointer(builder: Any, address: Any) -> Any:
@@ -294,12 +313,13 @@ def sum_pages(
     for page in range(len(sources)):
         source, target = sources[page], targets[page]
         skew = (target & 63) >> 3
+        page_mode = COPY if mode == STREAM and target & 15 else mode
         lanes[:8] = _START
         for block in range(whole + 1):
             begin = block * _BLOCK
             count = _STRIPES_PER_BLOCK if block < whole else left
-            way = mode
-            if skew and mode == STREAM and (block == 0 or block == whole):
+            way = page_mode
+            if skew and way == STREAM and (block == 0 or block == whole):
                 # A line that other memory shares, or that no further stripe ends.
                 way = COPY
                 if block > 0:

@@ -3,25 +3,40 @@
 Promise: only arrays that fit each other reach the kernels, which do not check them. Needs numba:
 loaded by loading.py alone.
 
-Thread rule: no state; the kernels run without the interpreter lock, while the callers' arrays and
-table are held here.
+Thread rule: any thread, each with memory of its own for small lookups; the kernels run without the
+interpreter lock, while the callers' arrays and table are held here.
 """
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.core.page import KEY_BYTES
 from kvtier.transfer.local import kernels, owner_kernels
 from kvtier.transfer.local.entry import Words
 from kvtier.transfer.local.mapped import MappedTable
-from kvtier.transfer.local.protocol import Found, Readable
+from kvtier.transfer.local.protocol import ANSWER_KEYS_MAX, Found, Readable
 
 __all__ = ["CompiledKernels"]
 
 
+class _Room(threading.local):
+    """A thread's memory for `answer`: keys, places, codes and tiers."""
+
+    def __init__(self) -> None:
+        self._words = np.zeros(ANSWER_KEYS_MAX * 6, np.uint64)
+        self.address = int(self._words.ctypes.data)
+        self.view = self._words.data.cast("B")
+
+
 class CompiledKernels:
     """See Kernels."""
+
+    def __init__(self) -> None:
+        self._room = _Room()
 
     @property
     def name(self) -> str:
@@ -34,15 +49,35 @@ class CompiledKernels:
         )
         return torn, doubts
 
-    def readable(self, found: Found, *, arena_bytes: int, length: int, lossy_ok: bool) -> Readable:
+    def answer(
+        self, table: MappedTable, keys: bytes, name: int, current: int
+    ) -> tuple[int, int, bytes]:
+        count = len(keys) // KEY_BYTES
+        assert count <= ANSWER_KEYS_MAX, "keys"
+        room = self._room
+        view = room.view
+        view[: len(keys)] = keys
+        ended = kernels.answer(table.shape_at, room.address, count, name, current)
+        begin = (KEY_BYTES + 8) * count
+        return ended & 3, ended >> 2, view[begin : begin + 2 * count].tobytes()
+
+    def readable(
+        self, found: Found, block: Words, *, arena_bytes: int, length: int, lossy_ok: bool
+    ) -> Readable:
         count = len(found.codes)
         assert len(found.words) == 16 * count, "a lookup without entries"
-        room, others = np.empty((2, count), np.int64), np.empty(count, np.uint8)
-        rows, offsets = room
+        assert len(block) == 16, "block"
+        rows, offsets = np.empty(count, np.int64), np.empty(count, np.int64)
+        blocks, sums = np.empty((count, 16), np.uint64), np.empty((count, 2), np.uint64)
+        outcomes = np.empty(count, np.uint8)
+        into = (rows, offsets, blocks, sums, outcomes)
         taken = kernels.readable(
-            found.words, found.codes, arena_bytes, length, lossy_ok, rows, offsets, others
+            found.words, found.codes, block, arena_bytes, length, lossy_ok, into
         )
-        return Readable(rows[:taken], offsets[:taken], others)
+        if taken < count:
+            rows, offsets = rows[:taken], offsets[:taken]
+            blocks, sums = blocks[:taken], sums[:taken]
+        return Readable(rows, offsets, blocks, sums, outcomes)
 
     def recheck(self, table: MappedTable, found: Found, same: NDArray[np.uint8]) -> None:
         assert 16 * len(same) == len(found.words), "same is not for these entries"

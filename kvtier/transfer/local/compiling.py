@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvtier.packing.jit_numba import part
-from kvtier.transfer.local.atomics import load_own
+from kvtier.transfer.local.atomics import load_number, load_own
 from kvtier.transfer.local.entry import BUSY, EMPTY, MIX_FACTORS, NAME_BITS, PLACE_FACTORS
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "home",
     "mix_of",
     "opened",
+    "opened_at",
 ]
 
 GIVEN: Final = "Array(uint64, 1, 'C', readonly=True)"
@@ -43,9 +44,17 @@ _P1, _P2, _P3, _P4, _P5 = (np.uint64(factor) for factor in PLACE_FACTORS)
 
 
 @part
+def opened_at(shape: Any) -> Any:
+    """Of the shape at an address of our own: (address of the file, of entry 0, entry mask, hash
+    shift, hash seed, mix seed).
+    """
+    file, entries, mask = load_number(shape), load_number(shape + 8), load_number(shape + 16)
+    return file, entries, mask, load_own(shape + 24), load_own(shape + 32), load_own(shape + 40)
+
+
+@part
 def opened(shape: Any) -> Any:
-    """(address of the file, of entry 0, entry mask, hash shift, hash seed, mix seed)."""
-    return np.int64(shape[0]), np.int64(shape[1]), np.int64(shape[2]), shape[3], shape[4], shape[5]
+    return opened_at(np.int64(shape.ctypes.data))
 
 
 @part

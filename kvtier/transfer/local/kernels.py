@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvtier.core.page import Codec
+from kvtier.packing.checksum import KEY_WORD
 from kvtier.packing.jit_numba import compiled, part
 from kvtier.transfer.local.atomics import (
     fence_acquire,
@@ -39,9 +40,11 @@ from kvtier.transfer.local.compiling import (
     finish,
     home,
     opened,
+    opened_at,
 )
 from kvtier.transfer.local.entry import HOST_WITH_SUMS, LENGTH_BYTES_MAX, SLOT_BYTES
 from kvtier.transfer.local.header import (
+    IN_USE_WORD,
     NAMESPACE_FACTOR,
     NAMESPACE_PROBES,
     NAMESPACES_WORD,
@@ -51,13 +54,17 @@ from kvtier.transfer.local.header import (
 from kvtier.transfer.local.protocol import (
     DOUBT,
     HIT,
+    IN_DOUBT,
+    MADE_ANEW,
     MISS,
+    NOT_CURRENT,
     PROBES_MAX,
     READS_MAX,
     ROUNDS_MAX,
+    SETTLED,
 )
 
-__all__ = ["namespace", "probe", "readable", "recheck"]
+__all__ = ["answer", "namespace", "probe", "readable", "recheck"]
 
 _NUMBER: Final = np.uint64(NAMESPACE_FACTOR)
 _LOW: Final = np.uint64(0xFFFFFFFF)
@@ -67,7 +74,7 @@ _TIER: Final = np.uint64(48)
 _TIER_BITS: Final = np.uint64(0xFF)
 _WITH_SUMS: Final = np.uint64(HOST_WITH_SUMS)
 _LENGTH: Final = np.uint64(LENGTH_BYTES_MAX)
-_LOSSY_BIT: Final = np.uint64(1 << 8)
+_LOSSY: Final = np.uint64(1 << 8)
 _RAW: Final = np.uint64(Codec.RAW)
 _SLOT: Final = np.int64(SLOT_BYTES)
 #: What a look at one place comes to: the run ends here, the entry is here, it is of another page,
@@ -195,79 +202,126 @@ def _settle(table: Any, keys: Any, name: Any, out: Any, pending: Any, span: Any)
     return torn
 
 
-@compiled(
-    f"UniTuple(int64, 2)({GIVEN}, {GIVEN}, uint64, uint64[::1], int64[::1], uint8[::1], uint8[::1])"
-)
-def probe(shape: Any, words: Any, name: Any, rows: Any, places: Any, found: Any, tiers: Any) -> Any:
-    """Fills rows (16 n), places, found and tiers (n) for keys (4 n); (torn reads, doubts).
-
-    Without room in `rows` for all entries they are copied, and checked, in passing.
+@part
+def _probe(table: Any, keys: Any, count: Any, name: Any, out: Any) -> Any:
+    """Looks for keys and fills what `out` has: addresses of rows (16 n words, or 0), places (n
+    words), found and tiers (n bytes). (torn reads, doubts).
     """
-    table = opened(shape)
-    keys, count = np.int64(words.ctypes.data), len(found)
-    is_kept = len(rows) >= 16 * count
-    room = np.empty(_CHUNK * (1 if is_kept else 17), np.int64)
+    rows, places, found, tiers = out
+    # Without rows the entries are copied, and checked, in passing.
+    room = np.empty(_CHUNK * (17 if rows == 0 else 1), np.int64)
     pending = np.int64(room.ctypes.data)
-    kept = np.int64(rows.ctypes.data) if is_kept else pending + 8 * _CHUNK
-    which = -1 if is_kept else _CHUNK - 1
-    out = (kept, which, np.int64(places.ctypes.data), np.int64(found.ctypes.data))
+    kept = rows if rows != 0 else pending + 8 * _CHUNK
+    which = -1 if rows != 0 else _CHUNK - 1
+    into = (kept, which, places, found)
     torn = doubts = 0
     is_open = load_acquire(table[0] + 8 * OPEN_WORD) == ONE
     for i in range(min(_CHUNK, count)):
-        _fetch(table, keys, name, out[2], i)
+        _fetch(table, keys, name, places, i)
     for start in range(0, count, _CHUNK):
         stop = min(start + _CHUNK, count)
         shifts = load_acquire(table[0] + 8 * SHIFTS_WORD)
         for i in range(start, stop):
             room[i - start] = i
-            found[i] = MISS
+            store_code(found + i, MISS)
         if is_open:
-            torn += _search(table, keys, name, out, pending, (stop - start, count))
-            torn += _settle(table, keys, name, out, pending, (start, stop, shifts))
+            torn += _search(table, keys, name, into, pending, (stop - start, count))
+            torn += _settle(table, keys, name, into, pending, (start, stop, shifts))
         for i in range(start, stop):
             row = kept + 128 * (i & which)
-            if found[i] != HIT:
-                doubts += found[i] == DOUBT
+            code = load_code(found + i)
+            if code != HIT:
+                doubts += code == DOUBT
                 for word in range(16):
                     store_own(row + 8 * word, EMPTY_WORD)
-            tiers[i] = (load_own(row + 32) >> _TIER) & _TIER_BITS
+            store_code(tiers + i, (load_own(row + 32) >> _TIER) & _TIER_BITS)
     return torn, doubts
 
 
 @compiled(
-    f"int64({GIVEN}, Array(uint8, 1, 'C', readonly=True), int64, int64, boolean,"
-    " int64[::1], int64[::1], uint8[::1])"
+    f"UniTuple(int64, 2)({GIVEN}, {GIVEN}, uint64, uint64[::1], int64[::1], uint8[::1], uint8[::1])"
+)
+def probe(shape: Any, words: Any, name: Any, rows: Any, places: Any, found: Any, tiers: Any) -> Any:
+    """Fills rows (16 n, or none), places, found and tiers (n) for keys (4 n); see _probe."""
+    count = len(found)
+    kept = rows.ctypes.data if len(rows) >= 16 * count else 0
+    out = (np.int64(kept), places.ctypes.data, found.ctypes.data, tiers.ctypes.data)
+    return _probe(opened(shape), words.ctypes.data, count, name, out)
+
+
+@part
+def _namespace(file: Any, words: Any, number: Any) -> Any:
+    """The word of a namespace number; 0 if it is not current, or the directory is closed."""
+    fence_acquire()
+    if load_acquire(file + 8 * OPEN_WORD) != ONE:
+        return EMPTY_WORD
+    place = np.int64((number * _NUMBER) & _LOW) // ((1 << 32) // words)
+    for step in range(NAMESPACE_PROBES):
+        at = NAMESPACES_WORD + ((place + step) & (words - 1))
+        word = load_acquire(file + 8 * at)
+        if word >> HALF == number:
+            return word
+    return EMPTY_WORD
+
+
+@compiled(f"uint64({GIVEN}, uint64)")
+def namespace(shape: Any, number: Any) -> Any:
+    """See _namespace."""
+    return _namespace(np.int64(shape[0]), np.int64(shape[6]), number)
+
+
+@compiled("int64(int64, int64, int64, uint64, uint64)")
+def answer(shape: Any, keys: Any, count: Any, name: Any, current: Any) -> Any:
+    """A whole lookup of a few keys: numbers alone, because Python takes longer to pass an array
+    than the search takes. `shape` is the address of MappedTable.shape, `keys` that of the keys (32
+    bytes each), behind which there is room for n places, n codes and n tiers. `current` is the
+    namespace's word. Torn reads << 2 | how it ended, see Kernels.answer.
+    """
+    table = opened_at(shape)
+    places = keys + 32 * count
+    found = places + 8 * count
+    out = (np.int64(0), places, found, found + count)
+    torn, doubts = _probe(table, keys, count, name, out)
+    state = IN_DOUBT if doubts else SETTLED
+    if _namespace(table[0], load_number(shape + 48), current >> HALF) != current:
+        state = NOT_CURRENT
+    # Then the search may have been in the wrong places.
+    if load_acquire(table[0] + 8 * IN_USE_WORD) != np.uint64(table[2] + 1):
+        state = MADE_ANEW
+    return torn << 2 | state
+
+
+@compiled(
+    f"int64({GIVEN}, Array(uint8, 1, 'C', readonly=True), {GIVEN}, int64, int64, boolean,"
+    " Tuple((int64[::1], int64[::1], uint64[:,::1], uint64[:,::1], uint8[::1])))"
 )
 def readable(
-    words: Any,
-    found: Any,
-    arena_bytes: Any,
-    length: Any,
-    lossy_ok: Any,
-    rows: Any,
-    offsets: Any,
-    others: Any,
+    words: Any, found: Any, block: Any, arena_bytes: Any, length: Any, lossy_ok: Any, into: Any
 ) -> Any:
-    """Fills rows and offsets (up to n) and others (n), see Readable; how many can be read."""
+    """Fills `into`, which has room for n in each of Readable's arrays; how many can be read."""
+    rows, offsets, blocks, sums, outcomes = into
     count = 0
     # The header takes a unit of its own, before the payload.
     free = arena_bytes // _SLOT - 1 - (length + _SLOT - 1) // _SLOT
     for i in range(len(found)):
-        others[i] = found[i]
+        outcomes[i] = found[i]
         if found[i] != HIT:
             continue
-        others[i] = DOUBT
-        packed = words[16 * i + 7]
-        is_ours = words[16 * i + 4] >> _TIER == _WITH_SUMS
-        is_ours &= np.int64(packed & _LENGTH) == length
+        outcomes[i] = DOUBT
+        at = 16 * i
+        packed, slot = words[at + 7], words[at + 6]
         kind = packed >> _TIER
-        is_ours &= kind == _RAW or (lossy_ok and kind == _RAW | _LOSSY_BIT)
-        slot = words[16 * i + 6]
+        is_ours = words[at + 4] >> _TIER == _WITH_SUMS and np.int64(packed & _LENGTH) == length
+        is_ours &= kind == _RAW or (lossy_ok and kind == _RAW | _LOSSY)
         # A slot may be any 64 bits: compared before it is counted with.
         if is_ours and free >= 0 and slot <= np.uint64(free):
-            others[i] = HIT
+            outcomes[i] = HIT
             rows[count] = i
             offsets[count] = (np.int64(slot) + 1) * _SLOT
+            blocks[count, :] = block
+            for word in range(4):
+                blocks[count, KEY_WORD + word] = words[at + word]
+            sums[count, 0], sums[count, 1] = words[at + 8], words[at + 9]
             count += 1
     return count
 
@@ -316,20 +370,3 @@ def recheck(shape: Any, words: Any, places: Any, same: Any) -> Any:
             row = rows + 128 * i
             address = table[1] + (places[i] & table[2]) * 128
             same[i] = is_open and (_is_same(address, row) or _is_there(table, row))
-
-
-@compiled(f"uint64({GIVEN}, uint64)")
-def namespace(shape: Any, number: Any) -> Any:
-    """The word of a namespace number; 0 if it is not current, or the directory is closed."""
-    fence_acquire()
-    file = np.int64(shape[0])
-    if load_acquire(file + 8 * OPEN_WORD) != ONE:
-        return EMPTY_WORD
-    words = np.int64(shape[6])
-    place = np.int64((number * _NUMBER) & _LOW) // ((1 << 32) // words)
-    for step in range(NAMESPACE_PROBES):
-        at = NAMESPACES_WORD + ((place + step) & (words - 1))
-        word = load_acquire(file + 8 * at)
-        if word >> HALF == number:
-            return word
-    return EMPTY_WORD

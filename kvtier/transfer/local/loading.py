@@ -75,7 +75,13 @@ def _trace(kernels: Kernels) -> list[Words]:
     found = Found.room_for(20)
     keys = np.ascontiguousarray(rows[:, :4]).reshape(-1)
     counts += kernels.probe(table, keys, 5, found)
+    state, torn, answers = kernels.answer(table, keys.tobytes(), 5, 3 << 32 | 1)
+    readable = kernels.readable(
+        found, rows[0].copy(), arena_bytes=1 << 62, length=int(found.lengths[0]), lossy_ok=True
+    )
+    counts += [state, torn, len(readable.rows)]
     same = found.hits.view(np.uint8).copy()
     kernels.recheck(table, found, same)
-    codes = np.concatenate([placed, removed, found.codes, found.tiers, same]).astype(np.uint64)
-    return [table.words, found.words, codes, np.array(counts, np.uint64)]
+    answered = np.frombuffer(answers, np.uint8)
+    codes = np.concatenate([placed, removed, found.codes, found.tiers, same, answered])
+    return [table.words, found.words, codes.astype(np.uint64), np.array(counts, np.uint64)]

@@ -27,9 +27,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.core.page import KEY_BYTES
 from kvtier.errors import ClientClosed, DirectoryError, ForkedClient, UnknownHandle
 from kvtier.tiers.memfd import READ_ONLY_SEALS, found_seals, map_shared
-from kvtier.transfer.local.entry import ENTRY_WORDS, key_words, name_word
+from kvtier.transfer.local.entry import ENTRY_WORDS, Words, key_words, name_word
 from kvtier.transfer.local.header import (
     ENTRIES_MIN,
     HEADER_BYTES,
@@ -40,7 +41,16 @@ from kvtier.transfer.local.header import (
 )
 from kvtier.transfer.local.loading import load_kernels
 from kvtier.transfer.local.mapped import MappedTable
-from kvtier.transfer.local.protocol import ROUNDS_MAX, Found, Kernels, Readable
+from kvtier.transfer.local.protocol import (
+    DOUBT,
+    IN_DOUBT,
+    MADE_ANEW,
+    ROUNDS_MAX,
+    SETTLED,
+    Found,
+    Kernels,
+    Readable,
+)
 
 __all__ = ["DirectoryView"]
 
@@ -125,10 +135,37 @@ class DirectoryView:
                 self._doubts += doubts
         return found
 
-    def readable(self, found: Found, *, arena_bytes: int, length: int, lossy_ok: bool) -> Readable:
-        """Which of `found` are raw pages of `length` bytes whose whole record lies in the arena."""
+    def answer(
+        self, keys: Sequence[bytes], *, namespace: int, shard: int, generation: int
+    ) -> tuple[bytes, bytes] | None:
+        """A lookup of up to ANSWER_KEYS_MAX keys and `namespace_is_current` in one: codes and
+        tiers, or None where it is not, or a key is in doubt. Raises as `lookup`.
+        """
+        joined = b"".join(keys)
+        count = len(keys)
+        if len(joined) != KEY_BYTES * count:
+            key_words(keys)  # raises for them
+        name, current = name_word(namespace, shard), namespace << 32 | generation
+        for _ in range(ROUNDS_MAX):
+            state, torn, answers = self._kernels.answer(self._live(), joined, name, current)
+            if torn or state == IN_DOUBT:
+                with self._lock:
+                    self._torn_reads += torn
+                    self._doubts += answers[:count].count(DOUBT)
+            if state == SETTLED:
+                return answers[:count], answers[count:]
+            if state != MADE_ANEW:
+                break
+        return None
+
+    def readable(
+        self, found: Found, block: Words, *, arena_bytes: int, length: int, lossy_ok: bool
+    ) -> Readable:
+        """Which of `found` are raw pages of `length` bytes whose whole record lies in the arena;
+        `block` is checksum.bound_block, shape (16,).
+        """
         return self._kernels.readable(
-            found, arena_bytes=arena_bytes, length=length, lossy_ok=lossy_ok
+            found, block, arena_bytes=arena_bytes, length=length, lossy_ok=lossy_ok
         )
 
     def recheck(self, found: Found) -> NDArray[np.bool_]:

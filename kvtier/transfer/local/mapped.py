@@ -40,7 +40,8 @@ NAMESPACE_WORDS: Final = 6
 class MappedTable:
     """`words` is the whole file as uint64, `entries` the rows of sixteen that are in use, and
     `header` the file's with their number; `shape` (7 uint64) is for compiled code: addresses of the
-    file and of entry 0, entry mask, hash shift, hash seed, mix seed, namespace words.
+    file and of entry 0, entry mask, hash shift, hash seed, mix seed, namespace words. `shape_at` is
+    its address.
     """
 
     header: Header
@@ -48,6 +49,7 @@ class MappedTable:
     entries: Words
     namespaces: Words
     shape: Words
+    shape_at: int
 
     @classmethod
     def over(
@@ -77,4 +79,5 @@ class MappedTable:
             words[first : first + header.entries * ENTRY_WORDS].reshape(header.entries, -1),
             words[NAMESPACES_WORD : NAMESPACES_WORD + header.namespace_words],
             shape,
+            int(shape.ctypes.data),
         )

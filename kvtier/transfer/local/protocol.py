@@ -18,12 +18,17 @@ from kvtier.transfer.local.entry import ENTRY_WORDS, LENGTH_BYTES_MAX, Words
 from kvtier.transfer.local.mapped import MappedTable
 
 __all__ = [
+    "ANSWER_KEYS_MAX",
     "DOUBT",
     "HIT",
+    "IN_DOUBT",
+    "MADE_ANEW",
     "MISS",
+    "NOT_CURRENT",
     "PROBES_MAX",
     "READS_MAX",
     "ROUNDS_MAX",
+    "SETTLED",
     "Found",
     "Kernels",
     "Readable",
@@ -34,6 +39,15 @@ __all__ = [
 MISS: Final = 0
 HIT: Final = 1
 DOUBT: Final = 2
+
+#: How a whole lookup ended: every key is HIT or MISS in a namespace that is current; one at least
+#: is in doubt; the namespace is not current; the table was made anew meanwhile, look again.
+SETTLED: Final = 0
+IN_DOUBT: Final = 1
+NOT_CURRENT: Final = 2
+MADE_ANEW: Final = 3
+#: Keys of a whole lookup, which are moved by Python.
+ANSWER_KEYS_MAX: Final = 64
 
 #: Entries that a search looks at. The owner puts none beyond: at a load of one half a run of
 #: neighbours this long does not come up by chance (their lengths fall by 0.82 with each entry).
@@ -111,19 +125,22 @@ class Found:
 class Readable:
     """Which keys of a Found have a raw page of one length in the arena, whose sum is known, and
     where: `rows` (k) are their numbers, `offsets` (k) the first payload bytes, counted from where
-    the arena begins. `others` (n) says of each key HIT for those, MISS for a miss, and DOUBT for
-    what has to be asked of the daemon.
+    the arena begins; `blocks` (k, 16) their bound blocks without digests and `sums` (k, 2) their
+    payload sums. `outcomes` (n) says of each key HIT for those, MISS for a miss, and DOUBT for what
+    has to be asked of the daemon.
     """
 
     rows: NDArray[np.int64]
     offsets: NDArray[np.int64]
-    others: NDArray[np.uint8]
+    blocks: Words
+    sums: Words
+    outcomes: NDArray[np.uint8]
 
 
 class Kernels(Protocol):
     """The inner loops over a MappedTable. Arrays are C-contiguous, of n keys or rows, and `keys`
-    has 4 n words; a row is an entry's 16 words. Only `probe`, `recheck` and `namespace`
-    may run in several threads at once.
+    has 4 n words; a row is an entry's 16 words. Only what readers use (`probe`, `answer`,
+    `readable`, `recheck`, `namespace`) may run in several threads at once.
     """
 
     @property
@@ -133,8 +150,19 @@ class Kernels(Protocol):
     def probe(self, table: MappedTable, keys: Words, name: int, found: Found) -> tuple[int, int]:
         """Fills `found` with what the keys have under a name word; (torn reads, DOUBTs)."""
 
-    def readable(self, found: Found, *, arena_bytes: int, length: int, lossy_ok: bool) -> Readable:
-        """What can be read of `found` now, as entry.entry_fits says it: raw pages of `length`."""
+    def answer(
+        self, table: MappedTable, keys: bytes, name: int, current: int
+    ) -> tuple[int, int, bytes]:
+        """A whole lookup of up to ANSWER_KEYS_MAX keys, one after another, in the namespace with
+        the word `current`: (SETTLED or what else, torn reads, n codes and then n tiers).
+        """
+
+    def readable(
+        self, found: Found, block: Words, *, arena_bytes: int, length: int, lossy_ok: bool
+    ) -> Readable:
+        """What can be read of `found`, as entry.entry_fits says it: raw pages of `length`, whose
+        bound blocks are `block` (16) with their keys.
+        """
 
     def recheck(self, table: MappedTable, found: Found, same: NDArray[np.uint8]) -> None:
         """Clears same (n) where the entry of `found` is no longer in the table, exactly so."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.core.page import Codec
+from kvtier.core.page import KEY_BYTES, Codec
+from kvtier.packing.checksum import KEY_WORD
 from kvtier.packing.record import HEADER_BYTES
 from kvtier.transfer.local.entry import (
     BUSY,
@@ -30,6 +31,7 @@ from kvtier.transfer.local.entry import (
     place_one,
 )
 from kvtier.transfer.local.header import (
+    IN_USE_WORD,
     NAMESPACE_PROBES,
     OPEN_WORD,
     SHIFTS_WORD,
@@ -39,10 +41,14 @@ from kvtier.transfer.local.mapped import MIX_SEED, MappedTable
 from kvtier.transfer.local.protocol import (
     DOUBT,
     HIT,
+    IN_DOUBT,
+    MADE_ANEW,
     MISS,
+    NOT_CURRENT,
     PROBES_MAX,
     READS_MAX,
     ROUNDS_MAX,
+    SETTLED,
     Found,
     Readable,
 )
@@ -83,16 +89,32 @@ class NumpyKernels:
         found.codes[found.codes == MISS] = DOUBT
         return torn, int(np.count_nonzero(found.codes == DOUBT))
 
-    def readable(self, found: Found, *, arena_bytes: int, length: int, lossy_ok: bool) -> Readable:
+    def answer(
+        self, table: MappedTable, keys: bytes, name: int, current: int
+    ) -> tuple[int, int, bytes]:
+        found = Found.room_for(len(keys) // KEY_BYTES, with_entries=False)
+        torn, doubts = self.probe(table, np.frombuffer(keys, np.uint64), name, found)
+        state = IN_DOUBT if doubts else SETTLED
+        if self.namespace(table, current >> 32) != current:
+            state = NOT_CURRENT
+        if table.words[IN_USE_WORD] != table.header.entries:
+            state = MADE_ANEW
+        return state, torn, found.codes.tobytes() + found.tiers.tobytes()
+
+    def readable(
+        self, found: Found, block: Words, *, arena_bytes: int, length: int, lossy_ok: bool
+    ) -> Readable:
         fits = found.hits & entry_fits(found.entries, arena_bytes)
         fits &= (found.lengths == np.uint64(length)) & (found.codecs == np.uint64(Codec.RAW))
         if not lossy_ok:
             fits &= found.lossy == np.uint64(0)
-        others = np.where(fits, np.uint8(HIT), np.uint8(DOUBT))
-        others[found.codes == MISS] = MISS
+        outcomes = np.where(fits, np.uint8(HIT), np.uint8(DOUBT))
+        outcomes[found.codes == MISS] = MISS
         rows = np.flatnonzero(fits)
         offsets = found.slots[rows].astype(np.int64) * SLOT_BYTES + HEADER_BYTES
-        return Readable(rows, offsets, others)
+        blocks = np.tile(block, (len(rows), 1))
+        blocks[:, KEY_WORD : KEY_WORD + 4] = found.entries[rows, :4]
+        return Readable(rows, offsets, blocks, found.sums[rows], outcomes)
 
     def recheck(self, table: MappedTable, found: Found, same: NDArray[np.uint8]) -> None:
         if table.words[OPEN_WORD] != 1:
