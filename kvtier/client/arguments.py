@@ -95,12 +95,13 @@ class GetCall:
         would.
         """
         checked = checked_keys(keys)
+        options = cls._options(layout, given) if given else _PLAIN_GET
         check_dtype(out, "out", layout)
         request = Request(name="out", count=len(checked), nbytes=layout.raw_bytes, writable=True)
         return cls(
             keys=checked,
             rows=rows_of(out, request, at) if checked else Allocated(request),
-            options=cls._options(layout, given) if given else _PLAIN_GET,
+            options=options,
             deadline=deadline,
         )
 

@@ -123,12 +123,13 @@ class FlatRows(Rows):
         self._nbytes = nbytes
         self._ids = ids
         self._base = address_of(view) if address is None else address
+        self._places = None if ids is None else np.array(ids, np.int64)
 
     def address(self, index: int) -> int:
         return self._base + (index if self._ids is None else self._ids[index]) * self._nbytes
 
     def addresses(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        places = indices if self._ids is None else np.array(self._ids, np.int64)[indices]
+        places = indices if self._places is None else self._places[indices]
         found: NDArray[np.int64] = places * self._nbytes + self._base
         return found
 

@@ -78,7 +78,8 @@ class LocalAttachment:
     def __init__(self, client_name: str, *, is_wanted: bool) -> None:
         self._client_name = client_name
         self._is_wanted = is_wanted
-        self._lock = threading.Lock()  # of everything below
+        # Of everything below; a finalizer may look something up in the middle of a call.
+        self._lock = threading.RLock()
         self._reads: LocalReads | None = None
         self._puts: LocalPuts | None = None  # with _reads
         self._offer: tuple[str, int] | None = None  # socket and boot
@@ -170,8 +171,8 @@ class LocalAttachment:
             )
             try:
                 self._thread.start()
-            except RuntimeError as error:
-                why = str(error)
+            except (RuntimeError, MemoryError) as error:
+                why = str(error) or type(error).__name__
             else:
                 return
         # A call must not fail for want of a thread that it can do without.

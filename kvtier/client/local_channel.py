@@ -119,10 +119,7 @@ class LocalChannel:
         """It has slots that it does not use."""
         return bool(self._late) or any(self._pool.values())
 
-    def payload_address(self, grant: Grant) -> int:
-        return self._address + grant.slot * _SLOT_BYTES + _SLOT_BYTES
-
-    def clear_rest(self, grant: Grant, length: int) -> None:
+    def _clear_rest(self, grant: Grant, length: int) -> None:
         """Zeroes what follows a payload in its slot: it is of an earlier page, and would go to NVMe
         with this one.
         """
@@ -135,8 +132,9 @@ class LocalChannel:
         """Where payloads of `length` bytes go, shape (n,); what follows them there is cleared."""
         if length % _SLOT_BYTES:
             for grant in grants:
-                self.clear_rest(grant, length)
-        return np.array([self.payload_address(grant) for grant in grants], np.int64)
+                self._clear_rest(grant, length)
+        begin = self._address + _SLOT_BYTES
+        return np.array([begin + grant.slot * _SLOT_BYTES for grant in grants], np.int64)
 
     def take(self, length: int, most: int) -> list[Grant]:
         """Slots for payloads of `length` bytes, as many as there are."""

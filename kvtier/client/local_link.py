@@ -52,10 +52,11 @@ class _Usage:
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Costs the same for one key and for thousands, until they are gathered."""
-        self.recent.append(keys)
-        self.recent_count += len(keys)
-        if self.recent_count > _KEYS_KEPT_MAX:
-            self.gather()
+        if keys:
+            self.recent.append(keys)
+            self.recent_count += len(keys)
+            if self.recent_count > _KEYS_KEPT_MAX:
+                self.gather()
 
     def gather(self) -> None:
         """Puts the keys of `recent` where they belong in `keys`."""
@@ -71,7 +72,7 @@ class LocalLink:
         self, control: socket.socket, arena: NDArray[np.uint8], view: DirectoryView
     ) -> None:
         self.control = control
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may look something up in the middle of a call
         self._usage: dict[tuple[int, int], _Usage] = {}
         self._is_telling = False
         self.arena = arena

@@ -77,7 +77,7 @@ class LocalReads:
         self.link = link
         self._tell_soon = tell_soon
         self._on_end = on_end
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may look something up in the middle of a call
         self._totals = dict.fromkeys((item.name for item in fields(LocalCounts)), 0)
 
     @property

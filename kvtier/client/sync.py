@@ -267,7 +267,7 @@ class Namespace:
         """Which pages are there now. Advice: a page can leave before the get."""
         within = self._connection._within(deadline)
         known = checked_keys(keys)
-        if session:
+        if session != "":
             session = checked_session(session)
         found = self._async.lookup_here(known)
         if found is not None:

@@ -148,17 +148,20 @@ class Grants:
         the namespace has ended, the slot was taken away or the grant has expired or is not this
         holder's, REFUSED when the page needs a slot of another size. All but STORED gives the slot
         back, an expired one too: who names a grant has stopped writing there. ValueError for
-        numbers that the table cannot hold and for sequences of two lengths; nothing has changed.
+        numbers and names that the table cannot hold and for sequences of two lengths; nothing has
+        changed.
 
         All pages of a call are sealed after the parents that were there before it were used.
         """
         if len(generations) != len(pages):
             raise ValueError(f"{len(generations)} grants for {len(pages)} pages")
         self._residents.check_name(namespace, shard)
+        pages.check()
         with self._lock:
+            # First: it is what can fail.
+            heads = self._heads(namespace, shard, pages.keys)
             rows = self._let_go(holder, generations)
             if namespace in self._open_namespaces:
-                heads = self._heads(namespace, shard, pages.keys)
                 codes = self._judge(rows, pages, heads)
                 goes_in = [at for at, code in enumerate(codes) if code == _STORED]
                 going = pages.take(goes_in)

@@ -6,7 +6,8 @@ already but opaque, so its words are mixed once more with a seed that differs on
 with copies in several tiers has one entry: the copy of the best tier, from which the `twin` column
 leads to the others.
 
-In the index <=> SEALED. Called by core/store.py alone, which holds the lock.
+In the index <=> SEALED: core/residents.py alone puts rows in and takes them out, the other parts of
+the store search. The caller holds the store's lock.
 """
 
 from __future__ import annotations
@@ -119,15 +120,12 @@ class Index:
             table.twin[before] = row + 1
         return before == NO_ROW
 
-    def remove(self, row: int) -> bool:
-        """Makes a copy unfindable; whether it was the best one of its page.
+    def remove_many(self, rows: Iterable[int]) -> list[bool]:
+        """Makes copies unfindable, one after the other; whether each was the best one of its page
+        by then.
 
         Copies in other tiers stay findable.
         """
-        return self.remove_many((row,))[0]
-
-    def remove_many(self, rows: Iterable[int]) -> list[bool]:
-        """As `remove` of each of `rows`."""
         entries, homes, twin, mask = self._entries, self._homes, self._table.twin, self._slot_mask
         were_best = []
         for row in rows:

@@ -29,12 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "STATES",
     "TRANSITIONS",
     "Event",
     "IllegalTransition",
     "State",
-    "fire",
     "fire_many",
     "next_state",
     "restore",
@@ -50,7 +48,7 @@ class State(IntEnum):
 
 
 #: By number: a look-up costs a fifth of making the enum of it.
-STATES: tuple[State, ...] = tuple(State)
+_STATES: tuple[State, ...] = tuple(State)
 
 
 class Event(IntEnum):
@@ -109,22 +107,20 @@ def next_state(state: State, event: Event) -> State:
         raise IllegalTransition(f"{event.name} cannot happen in state {state.name}") from None
 
 
-def fire(columns: _Columns, row: int, event: Event, *, generation: int = 0) -> State:
-    """Applies `event` to `row` and returns the new state. RESERVE and RESTORE take a
-    `generation`."""
-    return fire_many(columns, (row,), event, generations=(generation,))[1]
-
-
 def fire_many(
     columns: _Columns, rows: Sequence[int], event: Event, *, generations: Sequence[int] = ()
 ) -> tuple[State, State]:
-    """As `fire` for each of `rows`, all different and all in one state: (it, the new one)."""
+    """Applies `event` to each of `rows`, all different and all in one state: (it, the new one).
+
+    RESERVE and RESTORE take the `generations` of the rows; other events ignore them. On
+    IllegalTransition no row has changed.
+    """
     states, leases, numbers = columns.state, columns.leases, columns.generation
     first = states[rows[0]]
     for row in rows:
         if states[row] != first:
-            raise IllegalTransition(f"{event.name} of rows that are not all {STATES[first].name}")
-    before = STATES[first]
+            raise IllegalTransition(f"{event.name} of rows that are not all {_STATES[first].name}")
+    before = _STATES[first]
     after = next_state(before, event)
     if event in _FRESH:
         for row, generation in zip(rows, generations, strict=True):

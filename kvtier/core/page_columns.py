@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.page import PageMeta
+from kvtier.core.page import KEY_BYTES, SUM_BYTES, PageMeta
 
 __all__ = ["PageColumns", "cut", "once_each", "rows_of"]
 
@@ -44,6 +44,17 @@ class PageColumns:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def check(self) -> None:
+        """Raises ValueError for keys and sums of lengths that no column has."""
+        for name, column, widths in (
+            ("key", self.keys, {KEY_BYTES}),
+            ("parent", self.parents, {0, KEY_BYTES}),
+            ("payload_sum", self.payload_sums, {SUM_BYTES}),
+            ("origin_sum", self.origin_sums, {SUM_BYTES}),
+        ):
+            if others := set(map(len, column)) - widths:
+                raise ValueError(f"a {name} of {others.pop()} bytes does not fit")
 
     def part(self, begin: int, end: int) -> PageColumns:
         """Those from `begin` to before `end`; this very object when they are all."""

@@ -91,21 +91,23 @@ class Placement:
         links, siblings, evictable = residents.links, residents.shards.siblings, self._evictable
         rows: list[int] = []
         row = freed = named = 0
-        while freed < count and named < until_look:
-            self._has_refused = False
-            row = queue.evict(evictable)
-            named += 1
-            if row == NO_ROW:
-                break
-            links.leave(row)  # the page before it may be the next
-            rows.append(row)
-            freed += 1
-            for other in siblings(row)[1:]:
-                residents.leave(other)
-                rows.append(other)
-                freed += record[other] == record_bytes
-        self._until_look[key] = until_look - named
-        self._give_up(rows, residents.retire_left)
+        try:
+            while freed < count and named < until_look:
+                self._has_refused = False
+                row = queue.evict(evictable)
+                named += 1
+                if row == NO_ROW:
+                    break
+                rows.append(row)
+                links.leave(row)  # the page before it may be the next
+                freed += 1
+                for other in siblings(row)[1:]:
+                    residents.leave(other)
+                    rows.append(other)
+                    freed += record[other] == record_bytes
+        finally:  # what has left its queue is in no other one
+            self._until_look[key] = until_look - named
+            self._give_up(rows, residents.retire_left)
         # Other classes are looked at when this one had nothing to refuse.
         return bool(rows) and not (row == NO_ROW and self._has_refused)
 

@@ -108,7 +108,8 @@ class SlabAllocator:
         self.granted += 1
 
     def withdraw(self, slab: int) -> None:
-        """From now on no slot of it is handed out. Slots in use are still given back by `free`."""
+        """From now on no slot of it is handed out. Slots in use are still given back, by
+        `free_many`."""
         state = self._slabs[slab]
         assert state.granted
         state.granted = False
@@ -119,11 +120,6 @@ class SlabAllocator:
             self._unbind(self._classes[state.record_bytes], slab)
         else:
             self._unbound.remove(slab)
-
-    def reserve(self, record_bytes: int) -> int | None:
-        """A free slot of this size; None: no room."""
-        slots = self.reserve_many(record_bytes, 1)
-        return slots[0] if slots else None
 
     def reserve_many(self, record_bytes: int, count: int) -> list[int]:
         """Up to `count` free slots of this size, binding unbound or empty slabs when there are
@@ -141,10 +137,6 @@ class SlabAllocator:
                 break
         return slots
 
-    def free(self, slot: int) -> None:
-        """Takes a slot back."""
-        self.free_many((slot,))
-
     def free_many(self, slots: Iterable[int]) -> None:
         """Takes slots back."""
         slabs, classes, units = self._slabs, self._classes, self._units
@@ -159,7 +151,7 @@ class SlabAllocator:
                 self.closed.discard(slab)
 
     def has_free(self, record_bytes: int) -> bool:
-        """`reserve` would find a slot without taking a slab from another class."""
+        """`reserve_many` would find a slot without taking a slab from another class."""
         size = self._class(record_bytes)
         return bool(size.given_back) or size.fresh_at < size.fresh_end or bool(self._unbound)
 

@@ -120,18 +120,13 @@ class CopyTable:
         words = self._words
         return words[at], words[at + 1], words[at + 2], words[at + 3]
 
-    def take_row(self, key: bytes) -> int:
-        """A row for a new copy, its columns cleared but state and generation; NO_ROW when all are
-        taken."""
-        rows = self.take_many(1)
-        if not rows:
-            return NO_ROW
-        self.set_key(rows[0], key)
-        return rows[0]
-
     def take_many(self, count: int) -> list[int]:
-        """As `take_row` with a key of zeros for each of `count` copies; fewer when all are
-        taken."""
+        """FREE rows for `count` new copies; fewer when all are taken.
+
+        The key and what a new copy has nothing of are zeros, and no lease names the row. State,
+        generation, tier, slot, record, codec, lossy and stamp are those of its last copy: whoever
+        takes it writes them.
+        """
         rows: list[int] = []
         state, leases, words, cleared = self.state, self.leases, self._words, self._cleared
         while len(rows) < count and (row := self._next_row()) != NO_ROW:
@@ -163,10 +158,6 @@ class CopyTable:
         self._used_before += len(rows)
         self.rows_live += len(rows)
         return rows
-
-    def give_row(self, row: int) -> None:
-        """Takes back a row whose state is FREE."""
-        self.give_rows((row,))
 
     def give_rows(self, rows: Collection[int]) -> None:
         """Takes back rows whose state is FREE."""

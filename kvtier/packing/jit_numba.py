@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numba
-from numba.core import caching
+from llvmlite import ir
+from numba.core import caching, cgutils
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
-__all__ = ["compiled", "instructions", "part"]
+__all__ = ["compiled", "emit_prefetch", "instructions", "part"]
 
 _OPTIONS: Final[dict[str, Any]] = {
     "nogil": True,
@@ -40,9 +41,11 @@ _CACHE_ERRORS: Final[tuple[type[Exception], ...]] = (
 if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise ImportError("numba's compiler is turned off (NUMBA_DISABLE_JIT)")
 
-# numba's own types describe decorated functions as Python calls them, which parts are not.
+# numba's own types describe these as the compiler calls them, and decorated functions as Python
+# calls them, which parts are not.
 _njit: Any = numba.njit
 _intrinsic: Any = intrinsic
+_insert: Any = cgutils.get_or_insert_function
 
 
 def compiled(signatures: str | Sequence[str]) -> Callable[[Callable[..., Any]], Any]:
@@ -69,3 +72,15 @@ def part(function: Callable[..., Any]) -> Any:
 def instructions(function: Callable[..., Any]) -> Any:
     """What `function` writes in place of a call to it. Its first argument is numba's own."""
     return _intrinsic(function)
+
+
+def emit_prefetch(builder: Any, address: Any) -> None:
+    """Writes, into `instructions`, what begins to fetch the cache line of an address: any number of
+    64 bits, as nothing is read.
+    """
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    fetch = _insert(builder.module, kind, "llvm.prefetch.p0")
+    # For reading, to be kept in all levels, data.
+    how = [ir.Constant(number, value) for value in (0, 3, 1)]
+    builder.call(fetch, [builder.inttoptr(address, byte), *how])

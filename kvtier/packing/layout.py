@@ -13,7 +13,6 @@ held whole by every shard.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
 from kvtier.core.page import Codec
@@ -206,10 +205,15 @@ class Layout:
         """KV heads of the main model, the range of Shard.heads."""
         return model_heads(self.segments)
 
-    @cached_property
+    @property
     def raw_bytes(self) -> int:
         """Bytes of this shard's payload as its maker computed it."""
-        return plan_page(self, Codec.RAW).nbytes
+        # Asked for in every call; to look the plan up has all fields hashed. A cached_property has
+        # a lock in Python 3.11, which a fork can leave locked.
+        known: int | None = self.__dict__.get("_raw_bytes")
+        if known is None:
+            known = self.__dict__["_raw_bytes"] = plan_page(self, Codec.RAW).nbytes
+        return known
 
     @property
     def fp8_bytes(self) -> int:

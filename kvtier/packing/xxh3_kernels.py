@@ -23,9 +23,8 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
-from kvtier.packing.jit_numba import compiled, instructions, part
+from kvtier.packing.jit_numba import compiled, emit_prefetch, instructions, part
 
 __all__ = ["COPY", "ONLY_SUM", "SHORT_MAX", "STREAM", "sum_pages"]
 
@@ -68,9 +67,6 @@ _AVALANCHE = np.uint64(0x165667919E3779F9)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _S37, _S47 = np.uint64(37), np.uint64(47)
 
-# numba's own types describe this as the compiler calls it, not as code uses it.
-_insert: Any = cgutils.get_or_insert_function
-
 _STRIPE: Final = 64
 _STRIPES_PER_BLOCK: Final = 16
 _BLOCK: Final = _STRIPE * _STRIPES_PER_BLOCK
@@ -105,7 +101,7 @@ def _stripes(mode: int, skew: int = 0) -> Any:
         at, lanes, previous = builder.phi(_WORD), builder.phi(_LINE), builder.phi(_LINE)
         offset = builder.shl(at, _number(6))
         stripe = builder.add(source, offset)
-        _prefetch(builder, builder.add(stripe, _number(_AHEAD)))
+        emit_prefetch(builder, builder.add(stripe, _number(_AHEAD)))
         data = _loaded(builder, _pointer(builder, stripe), 1)
         if mode != ONLY_SUM:
             place = builder.add(target, offset)
@@ -157,16 +153,6 @@ def _store(builder: Any, data: Any, address: Any, mode: int) -> None:
     if mode == STREAM:
         one = builder.module.add_metadata([ir.Constant(_INT, 1)])
         stored.set_metadata("nontemporal", one)
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    """Begins to fetch a cache line; of any address, as it reads nothing."""
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
-    fetch = _insert(builder.module, kind, "llvm.prefetch.p0")
-    # For reading, to be kept in all levels, data.
-    numbers = [ir.Constant(_INT, number) for number in (0, 3, 1)]
-    builder.call(fetch, [builder.inttoptr(address, byte), *numbers])
 
 
 def _pointer(builder: Any, address: Any) -> Any:

@@ -93,7 +93,7 @@ class DaemonProcess:
             time.sleep(0.01)
 
     def signal(self, number: signal.Signals) -> None:
-        """After SIGSTOP it does nothing more when this returns."""
+        """After SIGSTOP it does nothing more when this returns, which can take a moment."""
         if number is signal.SIGSTOP:
             stop_process(self.pid)
         else:
@@ -156,10 +156,17 @@ def stop_process(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     until = time.monotonic() + _END_S
-    while not all(_is_still(task) for task in Path(f"/proc/{pid}/task").iterdir()):
+    while not all(map(_is_still, _threads(pid))):
         if time.monotonic() > until:
             raise TimeoutError(f"process {pid} did not stop in {_END_S:g} s")
         time.sleep(0.001)
+
+
+def _threads(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except FileNotFoundError as error:
+        raise ProcessLookupError(f"process {pid} has ended") from error
 
 
 def _is_still(task: Path) -> bool:

@@ -156,7 +156,11 @@ def check_address_space(
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return
-    free = max(0, limit - int(read("/proc/self/statm").split()[0]) * resource.getpagesize())
+    try:
+        used = int(read("/proc/self/statm").split()[0]) * resource.getpagesize()
+    except OSError:
+        return  # without /proc nobody can tell; mapping the arena will
+    free = max(0, limit - used)
     index_bytes = index_pages * _INDEX_BYTES_PER_PAGE
     if free < host_bytes + index_bytes + reserve_bytes:
         raise NotEnoughMemory(

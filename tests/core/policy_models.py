@@ -16,7 +16,7 @@ from kvtier.core.policy.base import Policy
 from kvtier.core.policy.ghosts import mark_of
 from kvtier.core.policy.lru import Clock
 from kvtier.core.table import NO_ROW, CopyTable
-from tests.core.support import key
+from tests.core.support import key, take_row
 
 
 def always(page: int) -> bool:
@@ -224,7 +224,7 @@ class Pages:
 
     def hold(self, x: int) -> int:
         """A row for a page, without a word to the policy."""
-        row = self.table.take_row(key(x))
+        row = take_row(self.table, key(x))
         assert row != NO_ROW
         self.table.namespace[row], self.table.shard[row] = 1, 0
         self.rows[x], self.names[row] = row, x
@@ -233,8 +233,8 @@ class Pages:
 
     def evict(self) -> int:
         """The page that gave way."""
-        row = self.policy.victim(lambda row: True)
-        assert row != NO_ROW, "no victim, and nothing keeps a page"
+        row = self.policy.evict(lambda row: True)
+        assert row != NO_ROW, "no page is named, and nothing keeps a page"
         x = self.names[row]
         self.evicted.append(x)
         self.delete(x)
@@ -244,7 +244,7 @@ class Pages:
         row = self.rows.pop(x)
         del self.names[row]
         self.policy.forget(row)
-        self.table.give_row(row)
+        self.table.give_rows((row,))
 
     def ghosts(self) -> list[list[int]]:
         ghosts = getattr(self.policy, "ghosts", None)
@@ -279,7 +279,7 @@ class Chains(Pages):
         return True
 
     def give_way(self) -> bool:
-        row = self.policy.victim(self.evictable)
+        row = self.policy.evict(self.evictable)
         if row == NO_ROW:
             assert not any(map(self.may_go, self.rows)), "a page could have gone"
             return False

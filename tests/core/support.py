@@ -14,6 +14,7 @@ from kvtier.core.handles import Filling, Reading
 from kvtier.core.page import NO_SUM, Codec, PageMeta, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.store import Store, StoreConfig
+from kvtier.core.table import NO_ROW, CopyTable
 from kvtier.testing.listing_book import ListingBook
 
 RECORD = 8192
@@ -26,6 +27,14 @@ def key(n: int) -> bytes:
 
 def keys(numbers: Sequence[int]) -> npt.NDArray[np.uint8]:
     return np.frombuffer(b"".join(key(n) for n in numbers), np.uint8).reshape(-1, 32)
+
+
+def take_row(table: CopyTable, key: bytes) -> int:
+    """A row with a key; NO_ROW when all are taken."""
+    for row in table.take_many(1):
+        table.set_key(row, key)
+        return row
+    return NO_ROW
 
 
 def make_store(

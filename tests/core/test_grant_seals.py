@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvtier.core.events import EventKind
@@ -220,6 +222,14 @@ def test_what_does_not_fit_changes_nothing() -> None:
             store.grants.seal_many(
                 A, namespace, shard, generations, PageColumns.of([meta(0), meta(1)])
             )
+    pages = PageColumns.of([meta(0), meta(1)])
+    for field, wrong in (
+        ("keys", bytes(31)), ("parents", bytes(33)),
+        ("payload_sums", bytes(15)), ("origin_sums", b""),
+    ):  # fmt: skip
+        column = [getattr(pages, field)[0], wrong]
+        with pytest.raises(ValueError, match="does not fit"):
+            store.grants.seal_many(A, NS, 0, generations, replace(pages, **{field: column}))
     assert held(store) == (2, 2, 0)
     assert seal(store, A, [], []) == []
     assert counts(store) == (14, 2, 0, 0, 0)

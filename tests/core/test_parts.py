@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from kvtier.core.generations import BLOCK, Generations
 from kvtier.core.index import Index
-from kvtier.core.lifecycle import Event, fire
+from kvtier.core.lifecycle import Event, fire_many
 from kvtier.core.namespaces import FamilyIdentity, Namespaces, ShardIdentity
 from kvtier.core.page import Tier
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.table import BYTES_PER_ROW, NO_ROW, CopyTable
 from kvtier.errors import GenerationConflict, LimitExceeded, NamespaceMismatch, UnknownNamespace
+from tests.core.support import take_row
 
 
 class IndexModel:
@@ -33,25 +34,25 @@ class IndexModel:
     def add(self, namespace: int, shard: int, key: bytes) -> None:
         if (namespace, shard, key) in self.rows:
             return
-        row = self.table.take_row(key)
+        row = take_row(self.table, key)
         if row == NO_ROW:
             return
         self.generation += 1
         self.table.namespace[row] = namespace
         self.table.shard[row] = shard
         self.table.tier[row] = Tier.HOST
-        fire(self.table, row, Event.RESERVE, generation=self.generation)
-        fire(self.table, row, Event.SEAL)
+        fire_many(self.table, (row,), Event.RESERVE, generations=(self.generation,))
+        fire_many(self.table, (row,), Event.SEAL)
         self.index.insert(row)
         self.rows[namespace, shard, key] = row
 
     def drop(self, namespace: int, shard: int, key: bytes) -> None:
         row = self.rows.pop((namespace, shard, key), None)
         if row is not None:
-            self.index.remove(row)
-            fire(self.table, row, Event.RETIRE)
-            fire(self.table, row, Event.DRAIN)
-            self.table.give_row(row)
+            assert self.index.remove_many((row,)) == [True]
+            fire_many(self.table, (row,), Event.RETIRE)
+            fire_many(self.table, (row,), Event.DRAIN)
+            self.table.give_rows((row,))
 
 
 def awkward_key(n: int) -> bytes:
@@ -115,11 +116,10 @@ def test_a_row_costs_few_bytes_and_no_objects() -> None:
 
 def test_rows_are_reused_last_freed_first_and_run_out_cleanly() -> None:
     table = CopyTable(3)
-    rows = [table.take_row(bytes(32)) for _ in range(4)]
-    assert rows == [0, 1, 2, NO_ROW]
-    table.give_row(1)
-    table.give_row(0)
-    assert [table.take_row(bytes(32)) for _ in range(3)] == [0, 1, NO_ROW]
+    assert [table.take_many(1) for _ in range(4)] == [[0], [1], [2], []]
+    table.give_rows((1,))
+    table.give_rows((0,))
+    assert [table.take_many(1) for _ in range(3)] == [[0], [1], []]
 
 
 @given(
@@ -138,13 +138,12 @@ def test_slots_never_overlap_and_always_add_up(
     taken: dict[int, int] = {}
     for is_take, size, pick in ops:
         if is_take:
-            slot = allocator.reserve(size)
-            if slot is not None:
+            for slot in allocator.reserve_many(size, 1):
                 assert allocator.slab_of(slot) < granted
                 taken[slot] = size
         elif taken:
             slot = sorted(taken)[pick % len(taken)]
-            allocator.free(slot)
+            allocator.free_many((slot,))
             del taken[slot]
         ends = sorted((slot * 4096, slot * 4096 + size) for slot, size in taken.items())
         assert all(a[1] <= b[0] for a, b in pairwise(ends))
@@ -152,16 +151,15 @@ def test_slots_never_overlap_and_always_add_up(
         assert counts.used == sum(taken.values())
         total = counts.ungranted + counts.unbound + counts.used + counts.free + counts.tails
         assert total == allocator.capacity_bytes == 4 * 131_072
-    for slot in list(taken):
-        allocator.free(slot)
+    allocator.free_many(taken)
     if granted:  # everything can be had again in any one size
         for size in (65536, 8192):
             slots = []
-            while (slot := allocator.reserve(size)) is not None:
-                slots.append(slot)
+            while more := allocator.reserve_many(size, 1):
+                slots += more
             assert len(slots) == granted * (131_072 // size)
             for slot in slots:
-                allocator.free(slot)
+                allocator.free_many((slot,))
 
 
 def test_slots_above_16_tib_are_named_exactly() -> None:
@@ -169,8 +167,8 @@ def test_slots_above_16_tib_are_named_exactly() -> None:
     allocator = SlabAllocator(slab_bytes=slab, numbers=range(20))
     for slab_no in range(20):
         allocator.grant(slab_no)
-    slots = [allocator.reserve(slab) for _ in range(20)]
-    assert sorted(slot for slot in slots if slot is not None) == [n * (1 << 28) for n in range(20)]
+    slots = [slot for _ in range(20) for slot in allocator.reserve_many(slab, 1)]
+    assert sorted(slots) == [n * (1 << 28) for n in range(20)]
 
 
 def test_generations_are_journalled_before_they_are_used_and_never_reused() -> None:

@@ -14,6 +14,7 @@ from kvtier.core.policy.lru import NEVER, Clock, LruTailFirst
 from kvtier.core.policy.s3fifo import S3Fifo
 from kvtier.core.table import NO_ROW, CopyTable
 from tests.core.policy_models import Chains, Pages, PlainArc, PlainLru
+from tests.core.support import take_row
 
 REMEMBERING = ["arc", "s3-fifo"]
 
@@ -140,7 +141,7 @@ def test_the_coldest_is_the_next_victims_stamp(name: str) -> None:
     for n in range(400):
         if len(pages.rows) == pages.capacity:
             coldest = pages.policy.coldest()
-            row = pages.policy.victim(lambda row: True)
+            row = pages.policy.evict(lambda row: True)
             assert pages.table.stamp[row] == coldest
             stamps.append(coldest)
             pages.delete(pages.names[row])
@@ -150,7 +151,7 @@ def test_the_coldest_is_the_next_victims_stamp(name: str) -> None:
     for row in pages.rows.values():
         pages.table.leases[row] = 1
     assert pages.policy.coldest() == NEVER
-    assert pages.policy.victim(lambda row: True) == NO_ROW
+    assert pages.policy.evict(lambda row: True) == NO_ROW
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -189,13 +190,12 @@ def test_all_shards_of_an_evicted_page_are_remembered(name: str) -> None:
     rows = {}
     for n in range(6):
         for shard in range(4):
-            row = pages.table.take_row(n.to_bytes(32, "little"))
+            row = take_row(pages.table, n.to_bytes(32, "little"))
             pages.table.namespace[row], pages.table.shard[row] = 1, shard
             rows[n, shard] = row
             pages.policy.admit(row)
-    named = pages.policy.victim(lambda row: True)
-    assert named == rows[0, 0]
-    for shard in range(4):
+    assert pages.policy.evict(lambda row: True) == rows[0, 0]
+    for shard in range(1, 4):
         pages.policy.forget(rows[0, shard])
     for shard in range(4):  # of another page, deleted at the same time
         pages.policy.forget(rows[1, shard])
@@ -271,17 +271,16 @@ def test_rows_go_from_one_queue_to_another(name: str, seed: int) -> None:
     rows: list[list[int]] = [[], [], []]
     for n in range(3000):
         at = int(rng.integers(3))
-        row = table.take_row(n.to_bytes(32, "little"))
+        row = take_row(table, n.to_bytes(32, "little"))
         if row == NO_ROW:
             for row in rng.choice(rows[at], len(rows[at]) // 2, replace=False).tolist():
                 table.leases[row] = 1
             for _ in range(len(rows[at]) // 4):
-                row = queues[at].victim(lambda row: True)
+                row = queues[at].evict(lambda row: True)
                 assert row in rows[at], f"page {n}, seed {seed}"
                 assert not table.leases[row]
-                queues[at].forget(row)
                 rows[at].remove(row)
-                table.give_row(row)
+                table.give_rows((row,))
             for row in rows[at]:
                 table.leases[row] = 0
                 if not table.queued[row]:
@@ -289,7 +288,7 @@ def test_rows_go_from_one_queue_to_another(name: str, seed: int) -> None:
             for row in rng.choice(rows[at], len(rows[at]) // 4, replace=False).tolist():
                 queues[at].forget(row)
                 rows[at].remove(row)
-                table.give_row(row)
+                table.give_rows((row,))
             continue
         queues[at].admit(row)
         rows[at].append(row)
@@ -297,10 +296,9 @@ def test_rows_go_from_one_queue_to_another(name: str, seed: int) -> None:
             queues[at].touch(rng.choice(rows[at], min(len(rows[at]), 40)))
     for queue, mine in zip(queues, rows, strict=True):
         while mine:
-            row = queue.victim(lambda row: True)
-            queue.forget(row)
+            row = queue.evict(lambda row: True)
             mine.remove(row)
-        assert queue.victim(lambda row: True) == NO_ROW
+        assert queue.evict(lambda row: True) == NO_ROW
 
 
 def test_of_pages_that_come_back_the_one_used_longest_ago_goes_first() -> None:

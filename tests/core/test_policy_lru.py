@@ -10,7 +10,7 @@ from kvtier.core.lifecycle import State
 from kvtier.core.page import Tier
 from kvtier.core.policy.lru import NEVER, Clock, LruTailFirst
 from kvtier.core.table import NO_ROW, CopyTable
-from tests.core.support import NS, key, keys, make_store, put
+from tests.core.support import NS, key, keys, make_store, put, take_row
 
 ROWS = 120
 #: Entries that one call may look at, besides those for the rows that it names.
@@ -36,7 +36,7 @@ class Both:
         return self.rng.choice(list(self.stamps), count).tolist() if count else []
 
     def new_row(self) -> int:
-        row = self.table.take_row(self.rng.bytes(32))
+        row = take_row(self.table, self.rng.bytes(32))
         if row != NO_ROW and self.rng.random() < 0.2:  # it has found pages that waited for it
             self.table.children[row] = 1
         return row
@@ -102,22 +102,24 @@ class Both:
         self.aside.discard(row)
         self.refused.discard(row)
         self.table.children[row] = self.table.leases[row] = 0
-        self.table.give_row(row)
+        self.table.give_rows((row,))
 
     def pass_through_other(self) -> None:
         """A row that comes back has been in another queue meanwhile."""
-        if (row := self.table.take_row(bytes(32))) != NO_ROW:
+        if (row := take_row(self.table, bytes(32))) != NO_ROW:
             self.other.admit(row)
             assert row not in self.stamps
-            assert self.other.victim(lambda row: True) == row
-            self.other.forget(row)
-            self.table.give_row(row)
+            if self.rng.random() < 0.5:
+                assert self.other.evict(lambda row: True) == row
+            else:
+                self.other.forget(row)
+            self.table.give_rows((row,))
 
     def refuse(self) -> None:
         self.refused.update(self.some(5))
 
     def expected(self) -> int:
-        """The next victim. What is met before it is set aside, as the policy has to."""
+        """The next to be evicted. What is met before it is set aside, as the policy has to."""
         table = self.table
         for row in sorted(self.stamps, key=self.stamps.__getitem__):
             if row in self.aside:
@@ -130,17 +132,13 @@ class Both:
 
     def evict(self) -> None:
         while (row := self.expected()) != NO_ROW:
-            self.aside.add(row)
             if row not in self.refused:
                 break
-        assert self.policy.victim(lambda row: row not in self.refused) == row
+            self.aside.add(row)
+        assert self.policy.evict(lambda row: row not in self.refused) == row
         if row != NO_ROW:
             self.victims += 1
-            if self.rng.random() < 0.9:
-                self.gone(row)
-            else:  # its caller has thought better of it
-                self.refused.discard(row)
-                self.ready(row)
+            self.gone(row)
 
     def look(self) -> None:
         row = self.expected()
@@ -195,7 +193,7 @@ def test_the_victims_are_those_of_the_model(
         before = len(both.stamps)
         both.evict()
         assert len(both.stamps) >= before - 1
-    assert both.policy.victim(lambda row: True) == NO_ROW
+    assert both.policy.evict(lambda row: True) == NO_ROW
     assert both.victims > 50
 
 
@@ -203,13 +201,14 @@ def test_an_order_without_rows_is_as_small_as_a_new_one() -> None:
     table = CopyTable(5000)
     policy = LruTailFirst(table, Clock())
     for _ in range(2):
-        rows = [table.take_row(bytes(32)) for _ in range(5000)]
+        rows = table.take_many(5000)
+        assert len(rows) == 5000
         for row in rows:
             policy.admit(row)
         assert policy.nbytes > 4 * 5000
         for row in rows:
             policy.forget(row)
-            table.give_row(row)
+        table.give_rows(rows)
         assert policy.nbytes < 1000
 
 
@@ -242,7 +241,9 @@ def test_no_call_looks_at_many_entries(count: int) -> None:
     for _ in range(10):
         for some in np.array_split(rng.permutation(rows), 40):
             call("touch", some, len(some))
-    assert call("victim", lambda row: True) != NO_ROW
+    first = call("evict", lambda row: True)
+    assert first != NO_ROW
+    call("admit", first)
     # One chain of half of all pages: its head first in the queue, and kept by what comes after.
     chain = rows[: count // 2]
     call("touch", chain[::-1], len(chain))
@@ -252,8 +253,7 @@ def test_no_call_looks_at_many_entries(count: int) -> None:
         call("keep", row)
     victims = []
     for before in chain[-2:-52:-1].tolist():
-        victims.append(call("victim", lambda row: True))
-        call("forget", victims[-1])
+        victims.append(call("evict", lambda row: True))
         table.children[before] = 0
         call("ready", before)
     assert victims == chain[-1:-51:-1].tolist()

@@ -14,6 +14,7 @@ from kvtier.core.policy import POLICIES
 from kvtier.core.policy.ghosts import NO_LIST, Ghosts, mark_of
 from kvtier.core.policy.lru import Clock
 from kvtier.core.table import BYTES_PER_ROW, CopyTable
+from tests.core.support import take_row
 
 #: Of the 250 that a page may cost in all; the index takes 16 at most.
 POLICY_BYTES_MAX = 60
@@ -69,15 +70,15 @@ def test_a_mark_tells_namespaces_shards_and_keys_apart() -> None:
     table = CopyTable(300)
     marks = set()
     for bit in range(256):
-        row = table.take_row((1 << bit).to_bytes(32, "little"))
+        row = take_row(table, (1 << bit).to_bytes(32, "little"))
         table.namespace[row], table.shard[row] = 1, 1
         marks.add(mark_of(table, row))
     for namespace, shard in ((2, 1), (1, 2), (1 << 16, 1), (0, 1), (1, 0)):
-        row = table.take_row((1).to_bytes(32, "little"))
+        row = take_row(table, (1).to_bytes(32, "little"))
         table.namespace[row], table.shard[row] = namespace, shard
         marks.add(mark_of(table, row))
     assert len(marks) == 261
-    row = table.take_row((1).to_bytes(32, "little"))
+    row = take_row(table, (1).to_bytes(32, "little"))
     table.namespace[row], table.shard[row] = 1, 1
     assert mark_of(table, row) in marks, "another row, the same page"
     assert all(0 <= mark < 1 << 64 for mark in marks)
@@ -89,7 +90,7 @@ def test_a_page_costs_few_bytes_and_no_objects(name: str) -> None:
     pages, rng = 1_000, np.random.default_rng(1)
     table, clock = CopyTable(pages), Clock()
     keys = [hashlib.sha256(n.to_bytes(4, "little")).digest() for n in range(3 * pages)]
-    rows = [table.take_row(key) for key in keys[:pages]]
+    rows = [take_row(table, key) for key in keys[:pages]]
     # What was there before is not looked through again and again.
     gc.freeze()
     objects = len(gc.get_objects())
@@ -99,10 +100,9 @@ def test_a_page_costs_few_bytes_and_no_objects(name: str) -> None:
         for row in rows:
             policy.admit(row)
         for key in keys[pages:]:
-            row = policy.victim(lambda row: True)
-            policy.forget(row)
-            table.give_row(row)
-            policy.admit(table.take_row(key))
+            row = policy.evict(lambda row: True)
+            table.give_rows((row,))
+            policy.admit(take_row(table, key))
             if row % 20 == 0:
                 policy.touch(rng.integers(0, pages, 100))
         del key, row

@@ -235,7 +235,7 @@ def test_watchers_see_a_snapshot_and_then_every_change_in_order() -> None:
 def test_check_finds_a_leaked_slot() -> None:
     store = make_store(slots=4)
     put(store, 1)
-    store._residents.allocators[Tier.HOST].reserve(RECORD)  # nobody's
+    store._residents.allocators[Tier.HOST].reserve_many(RECORD, 1)  # nobody's
     with pytest.raises(LedgerError, match="slots of 16384 bytes are taken, pages hold 8192"):
         store.survey.check()
 

@@ -3,7 +3,7 @@ policy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import pytest
@@ -113,11 +113,20 @@ def test_the_machine_finds_a_seal_that_ignores_an_ended_namespace(
         run_state_machine_as_test(Roomy, settings=HUNT)
 
 
-def test_the_machine_finds_a_slot_that_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leaky(self: Residents, row: int) -> None:
-        self._fire_many((row,), Event.ABANDON)
+@pytest.mark.parametrize("of_grants", [False, True])
+def test_the_machine_finds_a_slot_that_is_never_given_back(
+    monkeypatch: pytest.MonkeyPatch, *, of_grants: bool
+) -> None:
+    """Of a put that was begun alone, or of a grant."""
+    original = Residents.abandon_many
 
-    monkeypatch.setattr(Residents, "abandon", leaky)
+    def leaky(self: Residents, rows: Sequence[int]) -> None:
+        if rows:
+            self._fire_many(rows, Event.ABANDON)
+
+    alone, many = (original, leaky) if of_grants else (leaky, original)
+    monkeypatch.setattr(Residents, "abandon", lambda self, row: alone(self, (row,)))
+    monkeypatch.setattr(Residents, "abandon_many", many)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Tight, settings=HUNT)
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.core import lifecycle, movement
-from kvtier.core.lifecycle import Event, IllegalTransition, State, fire
+from kvtier.core.lifecycle import Event, IllegalTransition, State, fire_many
 from kvtier.core.movement import Movement, Phase, Step
 from kvtier.core.page import PutCode
 from kvtier.core.table import CopyTable
+from tests.core.support import take_row
 
 KEY = bytes(range(32))
 
@@ -20,7 +21,7 @@ KEY = bytes(range(32))
 def table_in(state: State) -> tuple[CopyTable, int]:
     """A table with one row that reached `state` by legal events."""
     table = CopyTable(4)
-    row = table.take_row(KEY)
+    row = take_row(table, KEY)
     path = {
         State.FREE: [],
         State.FILLING: [Event.RESERVE],
@@ -29,7 +30,7 @@ def table_in(state: State) -> tuple[CopyTable, int]:
         State.QUARANTINED: [Event.RESERVE, Event.ORPHAN],
     }[state]
     for event in path:
-        fire(table, row, event, generation=7 if event is Event.RESERVE else 0)
+        fire_many(table, (row,), event, generations=(7,))
     assert table.state[row] == state
     return table, row
 
@@ -39,22 +40,21 @@ def test_every_pair_of_state_and_event(state: State, event: Event) -> None:
     table, row = table_in(state)
     before = bytes(table.column("state")), bytes(table.column("generation"))
     after = lifecycle.TRANSITIONS.get((state, event))
-    generation = 8 if event in (Event.RESERVE, Event.RESTORE) else 0
     if after is None:
         with pytest.raises(IllegalTransition):
-            fire(table, row, event, generation=generation)
+            fire_many(table, (row,), event, generations=(8,))
         assert (bytes(table.column("state")), bytes(table.column("generation"))) == before
     else:
-        assert fire(table, row, event, generation=generation) is after
+        assert fire_many(table, (row,), event, generations=(8,)) == (state, after)
         assert table.state[row] == after
 
 
 @pytest.mark.parametrize("generation", [0, 6, 7])
 def test_a_reserve_needs_a_fresh_generation(generation: int) -> None:
     table, row = table_in(State.FILLING)
-    fire(table, row, Event.ABANDON)
+    fire_many(table, (row,), Event.ABANDON)
     with pytest.raises(IllegalTransition, match="not fresh"):
-        fire(table, row, Event.RESERVE, generation=generation)
+        fire_many(table, (row,), Event.RESERVE, generations=(generation,))
     assert table.state[row] == State.FREE
     assert table.generation[row] == 7
 
@@ -65,7 +65,7 @@ def test_nothing_becomes_free_while_a_lease_names_it(state: State) -> None:
     table.leases[row] = 1
     event = Event.ABANDON if state is State.FILLING else Event.DRAIN
     with pytest.raises(IllegalTransition, match="1 leases"):
-        fire(table, row, event)
+        fire_many(table, (row,), event)
     assert table.state[row] == state
 
 

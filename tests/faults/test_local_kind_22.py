@@ -245,7 +245,7 @@ def by_hand(far):
 
 def sealed(ns, writer, number, grant, *, length=PAGE, generation=0) -> PutCode:
     """Writes a page to a slot and names it, with its grant's generation unless told otherwise."""
-    at = writer.payload_address(grant) - writer._address
+    at = int(writer.targets([grant], PAGE)[0]) - writer._address
     writer._arena[at : at + PAGE] = np.frombuffer(PAGES.page(number), np.uint8)
     opened = ns._async.opened
     made = payload_sum(

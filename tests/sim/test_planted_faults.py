@@ -83,13 +83,12 @@ def test_a_slot_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slot_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Residents._give_back
-    calls = iter(range(1, 1_000_000))
+    numbers = iter(range(1, 1_000_000))
 
     def doubly(self: Residents, rows: Sequence[int]) -> None:
-        tier, slot = Tier(self.table.tier[rows[0]]), self.table.slot[rows[0]]
+        tier, slots = Tier(self.table.tier[rows[0]]), [self.table.slot[row] for row in rows]
         original(self, rows)
-        if next(calls) % 50 == 0:
-            self.allocators[tier].free(slot)
+        self.allocators[tier].free_many([slot for slot in slots if next(numbers) % 50 == 0])
 
     monkeypatch.setattr(Residents, "_give_back", doubly)
     failures(range(1, 10))

@@ -40,17 +40,18 @@ class Policy(Protocol):
         """Its last lease, the last page after it, or what else kept it, is gone."""
 
     def forget(self, row: int) -> None:
-        """The page is gone: evicted, if `victim` has just named it, else deleted."""
+        """The page is gone: deleted, or evicted with a sibling shard that `evict` has just named.
 
-    def victim(self, evictable: Callable[[int], bool]) -> int:
-        """The row to evict next, or NO_ROW. Never a page with a lease or a resident child.
+        Nothing happens when it is not here.
+        """
+
+    def evict(self, evictable: Callable[[int], bool]) -> int:
+        """Names the row to evict next, which leaves the queue, or NO_ROW. Never a page with a
+        lease or a resident child.
 
         A page that `evictable` refuses is not named again before `ready`.
         """
 
-    def evict(self, evictable: Callable[[int], bool]) -> int:
-        """`victim`, and `forget` of what it names."""
-
     def coldest(self) -> int:
-        """The stamp of a page that is about the next victim; a very high number when there is
-        none."""
+        """The stamp of a page that is about the next to be evicted; a very high number when there
+        is none."""

@@ -88,21 +88,13 @@ class LruTailFirst:
         if row in self._order:
             self._order.remove(row)
 
-    def victim(self, evictable: Callable[[int], bool]) -> int:
-        """See Policy."""
-        while (row := self._settle()) != NO_ROW:
-            self._order.set_aside(row)
-            if evictable(row):
-                return row  # a refused one waits for `ready`
-        return NO_ROW
-
     def evict(self, evictable: Callable[[int], bool]) -> int:
         """See Policy."""
         while (row := self._settle()) != NO_ROW:
             if evictable(row):
                 self._order.remove(row)
                 return row
-            self._order.set_aside(row)
+            self._order.set_aside(row)  # it waits for `ready`
         return NO_ROW
 
     def coldest(self) -> int:

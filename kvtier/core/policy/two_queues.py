@@ -126,7 +126,9 @@ class TwoQueues(ABC):
         self._bound_memory()
 
     def victim(self, evictable: Callable[[int], bool]) -> int:
-        """See Policy."""
+        """The row to evict next, or NO_ROW. What is forgotten of its page before another one is
+        admitted or used is remembered.
+        """
         row = self._next(evictable)
         if row != NO_ROW and self._table.stamp[row] == self._clock.now - 1:
             other = self._next(evictable)

@@ -4,7 +4,7 @@ A plain load of a word that was loaded before is deleted by LLVM, which may assu
 thread writes it; these are real atomic instructions. Addresses are int64 and must be multiples of
 8: on the supported machines such an access is never cut in two.
 
-Needs numba: imported by kernels.py alone. For compiled code only.
+Needs numba: imported by modules of compiled code alone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
-from kvtier.packing.jit_numba import instructions
+from kvtier.packing.jit_numba import emit_prefetch, instructions
 
 __all__ = [
     "fence_acquire",
@@ -31,12 +30,7 @@ __all__ = [
     "store_release",
 ]
 
-# numba's own types describe these functions as the compiler calls them, not as code uses them.
-_insert: Any = cgutils.get_or_insert_function
-
-
 _BYTE = ir.IntType(8)
-_INT = ir.IntType(32)
 _WORD = ir.IntType(64)
 
 
@@ -119,12 +113,7 @@ def prefetch(typing: Any, address: Any) -> Any:
     """Begins to fetch the cache line of `address`, which may be any number."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _BYTE.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _INT, _INT, _INT])
-        function = _insert(builder.module, kind, "llvm.prefetch.p0")
-        # For reading, to be kept in all levels, data.
-        numbers = [ir.Constant(_INT, value) for value in (0, 3, 1)]
-        builder.call(function, [_pointer(builder, args[0], _BYTE), *numbers])
+        emit_prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), emit

@@ -3,13 +3,14 @@
 Promise: only arrays that fit each other reach the kernels, which do not check them. Needs numba:
 loaded by loading.py alone.
 
-Thread rule: any thread, each with memory of its own for small lookups; the kernels run without the
-interpreter lock, while the callers' arrays and table are held here.
+Thread rule: any thread, and in the middle of another call of the same thread (a finalizer, a
+handler of a signal); the kernels run without the interpreter lock, while the callers' arrays and
+table are held here.
 """
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,8 @@ from kvtier.transfer.local.protocol import ANSWER_KEYS_MAX, Found, Readable
 __all__ = ["CompiledKernels"]
 
 
-class _Room(threading.local):
-    """A thread's memory for `answer`: keys, places, codes and tiers."""
+class _Room:
+    """Memory of one running `answer`: keys, places, codes and tiers."""
 
     def __init__(self) -> None:
         self._words = np.zeros(ANSWER_KEYS_MAX * 6, np.uint64)
@@ -36,7 +37,7 @@ class CompiledKernels:
     """See Kernels."""
 
     def __init__(self) -> None:
-        self._room = _Room()
+        self._rooms: deque[_Room] = deque()  # that no call uses now
 
     @property
     def name(self) -> str:
@@ -53,13 +54,18 @@ class CompiledKernels:
         self, table: MappedTable, keys: bytes, name: int, current: int
     ) -> tuple[int, int, bytes]:
         count = len(keys) // KEY_BYTES
-        assert count <= ANSWER_KEYS_MAX, "keys"
-        room = self._room
-        view = room.view
-        view[: len(keys)] = keys
+        if count > ANSWER_KEYS_MAX:
+            raise ValueError(f"{count} keys, there is room for {ANSWER_KEYS_MAX}")
+        try:
+            room = self._rooms.pop()
+        except IndexError:
+            room = _Room()
+        room.view[: len(keys)] = keys
         ended = kernels.answer(table.shape_at, room.address, count, name, current)
         begin = (KEY_BYTES + 8) * count
-        return ended & 3, ended >> 2, view[begin : begin + 2 * count].tobytes()
+        answers = room.view[begin : begin + 2 * count].tobytes()
+        self._rooms.append(room)
+        return ended & 3, ended >> 2, answers
 
     def readable(
         self, found: Found, block: Words, *, arena_bytes: int, length: int, lossy_ok: bool

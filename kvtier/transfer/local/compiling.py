@@ -1,8 +1,7 @@
 """What the compiled inner loops share: how they are compiled, the mix, the place of a key.
 
-Importing this needs numba. `part` functions are for compiled code; `kernel` makes a function that
-Python calls. `shape` is MappedTable.shape. Places and addresses are int64, words uint64: numba
-makes a float of a sum of the two.
+Importing this needs numba. Its functions are for compiled code. `shape` is MappedTable.shape.
+Places and addresses are int64, words uint64: numba makes a float of a sum of the two.
 """
 
 from __future__ import annotations

@@ -71,11 +71,12 @@ class DirectoryView:
         except OSError as error:
             raise DirectoryError(
                 f"the directory of {header.file_bytes} bytes cannot be mapped: {error.strerror}",
-                remedy="raise the limit of address space (ulimit -v), or use another plane",
+                remedy="raise the limit of address space or of open files (ulimit -v, -n), or use "
+                "another plane",
             ) from error
         self._header = header
         self._table: MappedTable | None = _present(self._map, header)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may look something up in the middle of a call
         self._torn_reads = 0
         self._doubts = 0
 
@@ -145,7 +146,9 @@ class DirectoryView:
         count = len(keys)
         if len(joined) != KEY_BYTES * count:
             key_words(keys)  # raises for them
-        name, current = name_word(namespace, shard), namespace << 32 | generation
+        name, current = name_word(namespace, shard), _namespace_word(namespace, generation)
+        if not current:
+            return None
         for _ in range(ROUNDS_MAX):
             state, torn, answers = self._kernels.answer(self._live(), joined, name, current)
             if torn or state == IN_DOUBT:
@@ -185,10 +188,8 @@ class DirectoryView:
 
         Raises ClientClosed, ForkedClient.
         """
-        table = self._live()
-        if not (0 < number < 1 << 32 and 0 < generation < 1 << 32):
-            return False
-        return self._kernels.namespace(table, number) == number << 32 | generation
+        table, word = self._live(), _namespace_word(number, generation)
+        return word != 0 and self._kernels.namespace(table, number) == word
 
     def close(self) -> None:
         """Unmap. Again does nothing."""
@@ -235,6 +236,12 @@ class DirectoryView:
                 raise ClientClosed("the directory view is closed", remedy="connect again")
             self._table = _present(self._map, self._header)
             return self._table
+
+
+def _namespace_word(number: int, generation: int) -> int:
+    """0 for what no namespace has."""
+    is_sound = 0 < number < 1 << 32 and 0 < generation < 1 << 32
+    return number << 32 | generation if is_sound else 0
 
 
 def _in_use(table: MappedTable) -> int:

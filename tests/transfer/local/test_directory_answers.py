@@ -3,8 +3,11 @@ steps that they stand for."""
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -74,6 +77,69 @@ def test_there_is_no_answer_for_a_namespace_that_is_not_current(kernels):
         high = 2**32 - 1
         made.set_namespace(high, 2**32 - 1)
         assert seen.answer(keys, namespace=high, shard=0, generation=2**32 - 1)[0] == bytes(3)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_no_namespace_has_such_numbers(kernels):
+    """What is not a number of 32 bits must not become another namespace's."""
+    with directory() as made, attached(made.fd, kernels) as seen:
+        made.set_namespace(5, 9)
+        for number, generation in ((0, 0), (4, 1 << 32 | 9), (5, 0), (0, 9), (5, 1 << 64), (5, -1)):
+            found = seen.answer([bytes(32)], namespace=number, shard=0, generation=generation)
+            assert found is None
+            assert not seen.namespace_is_current(number, generation)
+        assert seen.answer([bytes(32)], namespace=5, shard=0, generation=9) is not None
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_an_answer_in_the_middle_of_another_one(kernels):
+    """A finalizer that runs anywhere in a call, and a handler of a signal, look something up."""
+    present, absent = as_bytes(keys_of(1, 50)), as_bytes(keys_of(2, 50))
+    inner, threshold = [], gc.get_threshold()
+
+    class Asks:
+        """Garbage that leaves more garbage, so that every allocation of a call collects some."""
+
+        goes_on = True
+
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            inner.append(seen.answer(present, **WHERE, generation=1)[0])
+            if Asks.goes_on:
+                Asks()
+
+    with directory() as made, attached(made.fd, kernels) as seen:
+        made.set_namespace(NAMESPACE, 1)
+        made.put_many(rows_of(keys_of(1, 50), 1))
+        gc.set_threshold(1)
+        try:
+            outer = set()
+            Asks()
+            for _ in range(300):
+                outer.add(seen.answer(absent, **WHERE, generation=1)[0])
+        finally:
+            Asks.goes_on = False
+            gc.set_threshold(*threshold)
+        gc.collect()
+
+        def look_up(*_):
+            inner.append(seen.answer(present, **WHERE, generation=1)[0])
+            signal.setitimer(signal.ITIMER_REAL, 0.0005)
+
+        before = signal.signal(signal.SIGALRM, look_up)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.0005)
+            until = time.monotonic() + 0.5
+            while time.monotonic() < until:
+                outer.add(seen.answer(absent, **WHERE, generation=1)[0])
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    assert outer == {bytes([MISS] * 50)}
+    assert len(inner) > 300
+    assert set(inner) == {bytes([HIT] * 50)}
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
