@@ -92,7 +92,7 @@ def _key(text: str) -> bytes:
 
 
 def _key_of(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
+    return hashlib.sha256(os.fsencode(text)).digest()
 
 
 def _page_bytes(text: str) -> int:

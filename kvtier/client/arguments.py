@@ -111,6 +111,8 @@ class GetCall:
         codec = None if given.get("codec") is None else _codec(given["codec"])
         # Who names FP8 asks for rounded numbers, unless he says that he does not.
         lossy_ok = given.get("lossy_ok", codec is Codec.FP8)
+        if not isinstance(lossy_ok, bool):
+            raise LimitExceeded(f"lossy_ok is {lossy_ok!r}", remedy="pass True or False")
         accept: tuple[Codec, ...] = (Codec.RAW,) if codec is None else (codec,)
         if codec is None and lossy_ok and layout.fp8_bytes:
             accept = (Codec.RAW, Codec.FP8)
@@ -223,7 +225,7 @@ def whole(name: str, value: object, low: int, high: int) -> int:
         raise LimitExceeded(
             f"{name} is {value!r}", remedy=f"pass a whole number from {low} to {high}"
         )
-    return value
+    return int(value)  # True is one, and no number on the wire
 
 
 def _codec(given: object) -> Codec:
@@ -235,7 +237,9 @@ def _codec(given: object) -> Codec:
 
 
 def _durability(given: str | Durability) -> Durability:
-    known = given if isinstance(given, Durability) else _DURABILITY.get(given)
+    known = given if isinstance(given, Durability) else None
+    if isinstance(given, str):
+        known = _DURABILITY.get(given)
     if known is None:
         raise LimitExceeded(f"durable is {given!r}", remedy='use "host" or "nvme"')
     return known

@@ -10,12 +10,13 @@ Rows hold the caller's memory and belong to one call. For tensors on a GPU see `
 
 from __future__ import annotations
 
+import operator
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -289,8 +290,13 @@ def row_shape(
 
 def page_ids(at: object, pool_pages: int, request: Request) -> list[int]:
     """`at` as a list, one place in the pool a page. Raises PageSizeError naming the index."""
+    remedy = "pass the numbers of pages of the pool, counted from 0"
+    if is_tensor(at) and at.is_meta:
+        raise PageSizeError("at is a tensor on device meta, which has no numbers", remedy=remedy)
     given = at.tolist() if is_tensor(at) or isinstance(at, np.ndarray) else at
-    places: list[Any] = list(cast("Sequence[Any]", given))
+    if not isinstance(given, Iterable):
+        raise PageSizeError(f"at is {given!r}", remedy=remedy)
+    places: list[Any] = list(given)
     if len(places) != request.count:
         raise size_error(request, "at", len(places), request.count, unit="page ids")
     if set(map(type, places)) == {int} and min(places) >= 0 and max(places) < pool_pages:
@@ -308,12 +314,16 @@ def _checked_ids(places: list[Any], pool_pages: int, request: Request) -> list[i
     """Whole numbers of any kind. Raises PageSizeError naming the index."""
     ids = []
     for index, place in enumerate(places):
-        if not hasattr(place, "__index__") or not 0 <= int(place) < pool_pages:
+        try:
+            number = operator.index(place)  # once: what was looked at is what is used
+        except (TypeError, ValueError):
+            number = -1
+        if not 0 <= number < pool_pages:
             raise PageSizeError(
                 f"at[{index}] is {place!r}, {request.name} has {pool_pages} pages",
                 remedy="pass the numbers of pages of the pool, counted from 0",
             )
-        ids.append(int(place))
+        ids.append(number)
     return ids
 
 

@@ -29,7 +29,7 @@ class Unflushed:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may put in the middle of a put
         self._pages = 0
         self._strays = 0
 

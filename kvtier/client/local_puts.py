@@ -52,7 +52,7 @@ class PutTally:
     """Counts pages of all attachments of a connection. Any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may put in the middle of a put
         self._counts = PutCounts()
 
     @property

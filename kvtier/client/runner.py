@@ -26,7 +26,8 @@ class Runner:
     """One event loop in one daemon thread; runs coroutines for any thread and waits for them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # between taking a call and beginning to stop
+        # Between taking a call and beginning to stop; a handler of a signal may call in between.
+        self._lock = threading.RLock()
         self._is_stopping = False
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_ignore_lost_race)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from enum import Enum
 
@@ -55,7 +56,7 @@ class Settings:
 
 def checked_seconds(deadline: object) -> float:
     """Raises InvalidConfigValue unless `deadline` is a positive number of seconds."""
-    if not isinstance(deadline, int | float) or not 0 < deadline < float("inf"):
+    if not isinstance(deadline, int | float) or not 0 < deadline <= sys.float_info.max:
         raise InvalidConfigValue(
             f"deadline is {deadline!r}", remedy="pass a positive number of seconds"
         )

@@ -20,7 +20,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.client import aio
-from kvtier.client.arguments import GetArguments, PutArguments, checked_session
+from kvtier.client.arguments import (
+    GetArguments,
+    PutArguments,
+    checked_session,
+    checked_traceparent,
+)
 from kvtier.client.batches import got
 from kvtier.client.keys import KeyChain, checked_keys
 from kvtier.client.local_attachment import LocalState
@@ -267,8 +272,8 @@ class Namespace:
         """Which pages are there now. Advice: a page can leave before the get."""
         within = self._connection._within(deadline)
         known = checked_keys(keys)
-        if session != "":
-            session = checked_session(session)
+        if session != "" or traceparent != "":
+            session, traceparent = checked_session(session), checked_traceparent(traceparent)
         found = self._async.lookup_here(known)
         if found is not None:
             return found

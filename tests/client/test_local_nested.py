@@ -1,0 +1,194 @@
+"""Calls in the middle of other calls of the same thread (a handler of a signal), and arguments that
+are wrong in the same way by shared memory and over gRPC."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import kvtier
+from kvtier.core.page import Codec, GetCode, PutCode
+from kvtier.errors import InvalidConfigValue, LimitExceeded, PageSizeError
+from tests.client.local_puts_rig import opened, remote
+from tests.client.local_rig import NBYTES, pages_of, separate_keys
+from tests.forks import daemon_of_its_own
+
+HANG_S = 20
+
+
+@pytest.fixture(scope="module")
+def shared(forker):
+    """One daemon for the tests that leave it as it was; each has a tenant of its own."""
+    with daemon_of_its_own(forker, "host.bytes=192MiB") as running:
+        yield running
+
+
+class Calls:
+    """A lookup, get or put of right keys, whose answer is looked at."""
+
+    def __init__(self, kv, ns):
+        self.kv, self.ns = kv, ns
+        self.known = separate_keys(ns, 0, 8)
+        self.pages = pages_of(self.known, NBYTES)
+        self.numbers = itertools.count(1000)
+        ns.put(self.known, self.pages, chain=False).raise_for_refused()
+
+    def lookup(self):
+        assert self.ns.lookup(self.known).reasons == [GetCode.HIT] * 8
+
+    def get(self):
+        out = np.zeros((8, NBYTES), np.uint8)
+        assert self.ns.get(self.known, out=out).reasons == [GetCode.HIT] * 8
+        assert np.array_equal(out, self.pages)
+
+    def put(self):
+        keys = separate_keys(self.ns, 8 * next(self.numbers), 8)
+        put = self.ns.put(keys, pages_of(keys, NBYTES), chain=False)
+        assert put.reasons == [PutCode.STORED] * 8
+
+
+@pytest.mark.parametrize("inner", ["lookup", "get", "put"])
+@pytest.mark.parametrize("outer", ["lookup", "get", "put"])
+def test_a_handler_of_a_signal_calls_in_the_middle_of_a_call(shared, outer, inner):
+    """A lock that the call holds must not stop it for good. A watch ends the process if so."""
+    with opened(shared, tenant=f"nested {outer} {inner}") as (kv, ns):
+        calls = Calls(kv, ns)
+        work, nested = getattr(calls, outer), getattr(calls, inner)
+        fired = 0
+        ended = threading.Event()
+
+        def watch():
+            if not ended.wait(HANG_S):
+                os.kill(os.getpid(), signal.SIGABRT)
+
+        def handle(*_):
+            nonlocal fired
+            fired += 1
+            nested()
+            signal.setitimer(signal.ITIMER_REAL, 0.0007)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.0007)
+            until = time.monotonic() + 0.4
+            while time.monotonic() < until:
+                work()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            ended.set()
+            watcher.join()
+        assert fired > 10
+
+
+class Turncoat:
+    """Another number each time that it is asked."""
+
+    def __init__(self):
+        self.numbers = itertools.chain([1], itertools.repeat(1 << 40))
+
+    def __index__(self):
+        return next(self.numbers)
+
+    __int__ = __index__
+
+
+@pytest.fixture(params=["local", "grpc"])
+def either(request, shared):
+    """By shared memory, and over gRPC."""
+    with opened(shared, tenant="arguments") as (kv, ns):
+        if request.param == "local":
+            yield kv, ns
+        else:
+            with remote(shared, ns) as far:
+                yield kv, far
+
+
+def test_a_place_is_looked_at_once(either):
+    """What was checked is what is written to."""
+    _, ns = either
+    keys = separate_keys(ns, 0, 1)
+    pages = pages_of(keys, NBYTES)
+    ns.put(keys, pages, chain=False).raise_for_refused()
+    pool = np.zeros((3, NBYTES), np.uint8)
+    assert ns.get(keys, out=pool, at=[Turncoat()]).prefix == 1
+    assert np.array_equal(pool[1], pages[0])
+    assert not pool[0].any()
+    assert not pool[2].any()
+
+
+@pytest.mark.parametrize(
+    "at",
+    [5, 1.5, np.array(3), torch.tensor(3), object(), [np.array([1, 2])], [torch.tensor([1, 2])],
+     torch.empty(1, dtype=torch.int64, device="meta"), [None], ["1"], [1.0], [-1], [3], [1 << 70]],
+    ids=str,
+)  # fmt: skip
+def test_places_that_are_none(either, at):
+    _, ns = either
+    with pytest.raises(PageSizeError):
+        ns.get(separate_keys(ns, 0, 1), out=np.zeros((3, NBYTES), np.uint8), at=at)
+
+
+@pytest.mark.parametrize("lossy_ok", [None, "x", [], 1])
+def test_lossy_ok_is_a_truth_value(either, lossy_ok):
+    _, ns = either
+    with pytest.raises(LimitExceeded, match="lossy_ok"):
+        ns.get(separate_keys(ns, 0, 1), lossy_ok=lossy_ok)
+
+
+@pytest.mark.parametrize("deadline", [10**400, float("inf"), float("nan"), 0, -1, "1"])
+def test_deadlines_that_are_none(either, deadline):
+    _, ns = either
+    keys = separate_keys(ns, 0, 1)
+    for call in (
+        lambda: ns.lookup(keys, deadline=deadline),
+        lambda: ns.get(keys, deadline=deadline),
+        lambda: ns.put(keys, pages_of(keys, NBYTES), deadline=deadline),
+    ):
+        with pytest.raises(InvalidConfigValue, match="deadline"):
+            call()
+
+
+@pytest.mark.parametrize("durable", [[], {}, None, "disk", 1])
+def test_durabilities_that_are_none(either, durable):
+    _, ns = either
+    keys = separate_keys(ns, 0, 1)
+    with pytest.raises(LimitExceeded, match="durable"):
+        ns.put(keys, pages_of(keys, NBYTES), durable=durable)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"session": 0}, {"session": b""}, {"session": None}, {"session": "x" * 257},
+     {"traceparent": 5}, {"traceparent": "é"}, {"traceparent": "0" * 100}],
+    ids=str,
+)  # fmt: skip
+def test_what_a_lookup_is_told_is_checked(either, wrong):
+    _, ns = either
+    with pytest.raises(LimitExceeded):
+        ns.lookup(separate_keys(ns, 0, 1), **wrong)
+
+
+def test_true_is_a_priority_like_one(shared):
+    """It must not cost the connection its way into shared memory."""
+    with opened(shared, tenant="priority") as (kv, ns):
+        keys = separate_keys(ns, 0, 1)
+        assert ns.put(keys, pages_of(keys, NBYTES), priority=True).reasons == [PutCode.STORED]
+        assert kv.local.not_writing == ""
+        assert kv.local.puts.stored == 1
+
+
+def test_an_unknown_name_is_said_before_memory_is_looked_at(either):
+    _, ns = either
+    with pytest.raises(TypeError, match="colour"):
+        ns.get(separate_keys(ns, 0, 1), out=object(), colour=Codec.RAW)
+    assert kvtier.Codec is Codec
