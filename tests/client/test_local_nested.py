@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
+import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from tests.client.local_rig import NBYTES, pages_of, separate_keys
 from tests.forks import daemon_of_its_own
 
 HANG_S = 20
+MODULES = re.compile(r"/kvtier/(client|transfer/local|packing)/")
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +58,64 @@ class Calls:
         assert put.reasons == [PutCode.STORED] * 8
 
 
+@contextmanager
+def watched():
+    """Ends the process if its block does not end: a thread that waits for itself cannot be told."""
+    ended = threading.Event()
+
+    def watch():
+        if not ended.wait(HANG_S):
+            os.kill(os.getpid(), signal.SIGABRT)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+@pytest.mark.parametrize("inner", ["lookup", "get", "put"])
+@pytest.mark.parametrize("outer", ["lookup", "get", "put"])
+def test_a_call_at_every_place_of_a_call(shared, outer, inner):
+    """As a finalizer or the handler of a signal makes it, with any lock of the call held: once from
+    every line of the client that calls something."""
+    with opened(shared, tenant=f"places {outer} {inner}") as (kv, ns):
+        calls = Calls(kv, ns)
+        work, nested = getattr(calls, outer), getattr(calls, inner)
+        work()
+        nested()
+        places = set()
+        is_inside = False
+
+        def look(frame, event, _):
+            nonlocal is_inside
+            place = (frame.f_code, frame.f_lineno, event)
+            if is_inside or place in places or not MODULES.search(frame.f_code.co_filename):
+                return
+            places.add(place)
+            is_inside = True
+            nested()
+            is_inside = False
+
+        with watched():
+            sys.setprofile(look)
+            try:
+                work()
+            finally:
+                sys.setprofile(None)
+            work()
+        assert len(places) > 60
+
+
 @pytest.mark.parametrize("inner", ["lookup", "get", "put"])
 @pytest.mark.parametrize("outer", ["lookup", "get", "put"])
 def test_a_handler_of_a_signal_calls_in_the_middle_of_a_call(shared, outer, inner):
-    """A lock that the call holds must not stop it for good. A watch ends the process if so."""
     with opened(shared, tenant=f"nested {outer} {inner}") as (kv, ns):
         calls = Calls(kv, ns)
         work, nested = getattr(calls, outer), getattr(calls, inner)
         fired = 0
-        ended = threading.Event()
-
-        def watch():
-            if not ended.wait(HANG_S):
-                os.kill(os.getpid(), signal.SIGABRT)
 
         def handle(*_):
             nonlocal fired
@@ -74,19 +123,16 @@ def test_a_handler_of_a_signal_calls_in_the_middle_of_a_call(shared, outer, inne
             nested()
             signal.setitimer(signal.ITIMER_REAL, 0.0007)
 
-        watcher = threading.Thread(target=watch)
-        watcher.start()
         before = signal.signal(signal.SIGALRM, handle)
         try:
-            signal.setitimer(signal.ITIMER_REAL, 0.0007)
-            until = time.monotonic() + 0.4
-            while time.monotonic() < until:
-                work()
+            with watched():
+                signal.setitimer(signal.ITIMER_REAL, 0.0007)
+                until = time.monotonic() + 0.2
+                while time.monotonic() < until:
+                    work()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-            ended.set()
-            watcher.join()
         assert fired > 10
 
 
