@@ -1,0 +1,8 @@
+"""The second version of the transforms: names alone."""
+
+from __future__ import annotations
+
+from .. import InterpolationMode
+from . import functional
+
+__all__ = ["InterpolationMode", "functional"]
