@@ -2,7 +2,8 @@
 storage backend, driven as its scheduler drives them.
 
 The bytes of a prompt's KV are made from a seed, so that another engine, or another process, knows
-what it has to find. Runs in the environment of `make sglang-env`; one thread. Import `shim` first.
+what it has to find. Runs in the environment of `make sglang-env`; one thread. `shim`
+is imported before all of SGLang, and has to be.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ from typing import Any
 
 import shim
 import torch
-
-shim.patch_pools()
-
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
@@ -37,6 +35,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 __all__ = ["PROMPT_TOKENS", "Engine", "Setup"]
+
+shim.patch_pools()
 
 PROMPT_TOKENS = 128
 #: To SGLang this name says that there is nothing to load.

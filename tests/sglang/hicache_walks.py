@@ -1,4 +1,4 @@
-"""A process that walks through SGLang's HiCache on request: one JSON object a line, one answer each.
+"""A process that walks through SGLang's HiCache on request: a line of JSON, and one in answer.
 
     {"walk": "write", "setup": {...}}   a prompt to storage, checked on its way
     {"walk": "read", "setup": {...}}    a fresh engine that finds it, or does not

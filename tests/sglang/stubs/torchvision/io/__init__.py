@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..refusing import stand_in as __getattr__  # noqa: F401
+from torchvision.refusing import stand_in as __getattr__  # noqa: F401
 
 
 class ImageReadMode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from ..refusing import stand_in as __getattr__  # noqa: F401
+from torchvision.refusing import stand_in as __getattr__  # noqa: F401
 
 
 class InterpolationMode(StrEnum):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .. import InterpolationMode
+from torchvision.transforms import InterpolationMode
+
 from . import functional
 
 __all__ = ["InterpolationMode", "functional"]

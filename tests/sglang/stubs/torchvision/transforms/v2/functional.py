@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...refusing import stand_in as __getattr__  # noqa: F401
-from .. import InterpolationMode
+from torchvision.refusing import stand_in as __getattr__  # noqa: F401
+from torchvision.transforms import InterpolationMode
 
 __all__ = ["InterpolationMode"]
