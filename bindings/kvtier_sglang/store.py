@@ -97,17 +97,17 @@ class PageStore:
         self.put = Meter()
         self._reopening = threading.Lock()
         self._reopens_at = 0.0
+        self._is_refused = False
 
     def exists(self, hashes: Sequence[str]) -> int:
         """How many pages from the first on are there now."""
         budget = _Budget(self._options.exists_deadline)
         keys = self._keys(hashes)
-        count = len(keys)
+        count = len(keys) if self._is_open() else 0
         for part in self._parts:
             if not count or budget.left <= 0:
                 return 0
             count = part.namespace.lookup(keys[:count], deadline=budget.left).prefix
-        self._look_for_stale()
         return count
 
     def get(self, hashes: Sequence[str], places: Sequence[int]) -> list[bool]:
@@ -155,7 +155,7 @@ class PageStore:
     ) -> list[bool]:
         budget = _Budget(self._options.get_deadline)
         keys = self._keys(hashes)
-        count = len(keys)
+        count = len(keys) if self._is_open() else 0
         for part, (rows, places) in zip(self._parts, memory, strict=True):
             if not count or budget.left <= 0:
                 count = 0
@@ -168,7 +168,6 @@ class PageStore:
                 deadline=budget.left,
             ).prefix
         self.got.add(count, count * self.page_bytes, budget.spent)
-        self._look_for_stale()
         return [True] * count + [False] * (len(keys) - count)
 
     def _set(
@@ -180,7 +179,7 @@ class PageStore:
         budget = _Budget(self._options.set_deadline)
         keys = self._keys(hashes)
         parent = self._keys(before[-1:])
-        count = len(keys)
+        count = len(keys) if self._is_open() else 0
         for part, (rows, places) in zip(self._parts, memory, strict=True):
             if not count or budget.left <= 0:
                 count = 0
@@ -194,7 +193,6 @@ class PageStore:
                 deadline=budget.left,
             ).prefix
         self.put.add(count, count * self.page_bytes, budget.spent)
-        self._look_for_stale()
         return [True] * count + [False] * (len(keys) - count)
 
     def _cut(self, pages: Sequence[_Memory]) -> list[list[_Memory]]:
@@ -207,22 +205,28 @@ class PageStore:
             begin += length
         return pieces
 
-    def _look_for_stale(self) -> None:
-        """Binds a namespace that somebody bumped or deleted to its present generation.
+    def _is_open(self) -> bool:
+        """Whether asking makes sense. After somebody bumped or deleted a namespace, binds to the
+        present generation.
 
-        The family names the weights: if it is for other weights now, opening it is refused, and
-        everything stays a miss.
+        The family names the weights: if the daemon has others for it now, opening it is refused,
+        and everything stays a miss.
         """
-        if not any(part.namespace.is_stale for part in self._parts):
-            return
+        if not self._is_refused and not any(part.namespace.is_stale for part in self._parts):
+            return True
         with self._reopening:
             if time.monotonic() < self._reopens_at:
-                return
+                return not self._is_refused
             self._reopens_at = time.monotonic() + _REOPEN_S
-        for part in self._parts:
-            if part.namespace.is_stale:
-                try:
+            try:
+                for part in self._parts:
                     part.namespace.reopen(deadline=self._options.exists_deadline)
-                except kvtier.KvtierError as error:
-                    log.warning("kvtier: pages are misses until this ends: %s", error)
-                    return
+            except kvtier.KvtierError as error:
+                # Also when the daemon only did not answer: a namespace that is released and not
+                # bound would be opened by the next call, which raises if it is refused then.
+                if not self._is_refused:
+                    log.warning("kvtier: all pages are misses: %s (%s)", str(error), error.remedy)
+                self._is_refused = True
+            else:
+                self._is_refused = False
+        return not self._is_refused

@@ -1,4 +1,4 @@
-"""What tests with a real SGLang share: its environment, and a process there that walks on request."""
+"""What tests with a real SGLang share: its environment, and a process there that walks."""
 
 from __future__ import annotations
 
