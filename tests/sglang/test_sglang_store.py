@@ -214,6 +214,13 @@ def test_nothing_is_written_after_a_get_has_returned(daemon):
     assert any(0 < count < 128 for count in came), f"no get was stopped in the middle: {came}"
 
 
-def test_a_long_prompt_is_looked_up_at_once(kv):
-    store = store_for(kv, pool_with_heads("page_first_direct"))
-    assert store.exists(hashes(16_384)) == 0
+def test_a_long_prompt_is_looked_up_in_one_call(kv):
+    """More pages than are looked up in one step, present up to somewhere in the middle of one."""
+    store = store_for(kv, latent_pool("page_first_direct"), exists_deadline=2.0)
+    named = hashes(4000)
+    for begin in range(0, 1400, PAGES):
+        assert all(store.set(named[begin : begin + PAGES], list(range(PAGES))))
+    assert store.exists(named) == 1400
+    assert store.exists(named[:1400]) == 1400
+    assert store.exists(named[100:]) == 1300
+    assert store.exists([]) == 0
