@@ -2,6 +2,7 @@
 
     {"walk": "write", "setup": {...}}   a prompt to storage, checked on its way
     {"walk": "read", "setup": {...}}    a fresh engine that finds it, or does not
+    {"walk": "conform", "setup": {...}} every conformance check, each on an empty storage
 
 It loads SGLang once, which takes longer than a walk. Answers go to the descriptor that was standard
 output when it began; whatever else is printed goes to standard error.
@@ -12,11 +13,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import traceback
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+from hicache_bench import HiCacheBench
 from hicache_engine import Engine, Setup
+
+from kvtier_sglang.conformance import CHECKS
 
 __all__: list[str] = []
 
@@ -46,13 +52,31 @@ def read(setup: Setup) -> dict[str, Any]:
         }
 
 
+def conform(backend: str, extra: dict[str, Any], storage: str = "") -> dict[str, Any]:
+    """What each check came to, as its verdict and the reason. `storage` is for HiCacheBench."""
+    results = {}
+    for number, check in enumerate(CHECKS):
+        with tempfile.TemporaryDirectory() as folder:
+            # Apart by folder, or by salt where pages are kept elsewhere.
+            own = {"file_storage_path": folder, "kvtier_salt": str(number)}
+            place = Path(storage or folder)
+            with closing(HiCacheBench(backend, extra | own, place, seed=number)) as bench:
+                found = check.run(bench)
+        results[check.name] = [found.verdict.value, found.reason]
+    return results
+
+
 def main(requests: Any, answers: Any) -> None:
-    walks = {"write": write, "read": read}
+    walks = {
+        "write": lambda setup: write(Setup(**setup)),
+        "read": lambda setup: read(Setup(**setup)),
+        "conform": lambda setup: conform(**setup),
+    }
     answers.write("{}\n")
     for line in requests:
         asked = json.loads(line)
         try:
-            answer = walks[asked["walk"]](Setup(**asked["setup"]))
+            answer = walks[asked["walk"]](asked["setup"])
         except Exception as error:  # noqa: BLE001 - the test is told, in the other process
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}

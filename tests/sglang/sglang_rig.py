@@ -48,6 +48,10 @@ class Walks:
         """A fresh engine that asks storage for the prompt."""
         return self._walk("read", setup)
 
+    def conform(self, **setup: Any) -> dict[str, Any]:
+        """The verdict of each conformance check, and its reason."""
+        return self._walk("conform", setup)
+
     @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")
