@@ -19,7 +19,7 @@ SGLANG := .sglang-env
 SGLANG_NEEDS := tests/sglang/requirements.txt tests/sglang/requirements-nodeps.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint fmt proto docs bench bench-peers wheel clean
+.PHONY: help demo test soak lint fmt proto docs bench bench-peers wheel clean sglang-env test-sglang
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,7 +42,6 @@ demo: $(STAMP) ## prefill in one process, decode in another, over a real daemon 
 test: lint ## lint, then every test but the long ones
 	@$(ONE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m 'not soak and not gpu' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: sglang-env test-sglang
 sglang-env: $(SGLANG)/.installed ## a real SGLang without a GPU, in .sglang-env (some 3 GB)
 
 # torch first: what is installed after it would choose another one. The stamp of a failed install
