@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,6 +34,8 @@ __all__ = ["PageStore"]
 log = logging.getLogger(__name__)
 
 _REOPEN_S: Final = 1.0
+#: Moved of one part before the next part's turn.
+_RUN_BYTES: Final = 64 << 20
 _LOOKUP_FIRST: Final = 256
 _LOOKUP_MAX: Final = 8192
 #: A flat page's memory is cut into objects in the order of the parts.
@@ -167,18 +169,21 @@ class PageStore:
     ) -> list[bool]:
         budget = _Budget(self._options.get_deadline)
         keys = self._keys(hashes)
-        count = len(keys) if self._is_open() else 0
-        for part, (rows, places) in zip(self._parts, memory, strict=True):
-            if not count or budget.left <= 0:
-                count = 0
-                break
-            wanted = rows if places is not None else rows[:count]
-            count = part.namespace.get(
-                keys[:count],
-                out=wanted,
-                at=None if places is None else places[:count],
-                deadline=budget.left,
-            ).prefix
+
+        def ask(number: int, begin: int, end: int) -> int:
+            rows, places = memory[number]
+            return (
+                self._parts[number]
+                .namespace.get(
+                    keys[begin:end],
+                    out=rows if places is not None else rows[begin:end],
+                    at=None if places is None else places[begin:end],
+                    deadline=budget.left,
+                )
+                .prefix
+            )
+
+        count = self._in_runs(len(keys), budget, ask)
         self.got.add(count, count * self.page_bytes, budget.spent)
         return [True] * count + [False] * (len(keys) - count)
 
@@ -190,22 +195,45 @@ class PageStore:
     ) -> list[bool]:
         budget = _Budget(self._options.set_deadline)
         keys = self._keys(hashes)
-        parent = self._keys(before[-1:])
-        count = len(keys) if self._is_open() else 0
-        for part, (rows, places) in zip(self._parts, memory, strict=True):
-            if not count or budget.left <= 0:
-                count = 0
-                break
-            count = part.namespace.put(
-                keys[:count],
-                rows if places is not None else rows[:count],
-                at=None if places is None else places[:count],
-                parent=parent[0] if parent else None,
-                depth=len(before),
-                deadline=budget.left,
-            ).prefix
+        last_before = next(iter(self._keys(before[-1:])), None)
+
+        def ask(number: int, begin: int, end: int) -> int:
+            rows, places = memory[number]
+            return (
+                self._parts[number]
+                .namespace.put(
+                    keys[begin:end],
+                    rows if places is not None else rows[begin:end],
+                    at=None if places is None else places[begin:end],
+                    parent=keys[begin - 1] if begin else last_before,
+                    depth=len(before) + begin,
+                    deadline=budget.left,
+                )
+                .prefix
+            )
+
+        count = self._in_runs(len(keys), budget, ask)
         self.put.add(count, count * self.page_bytes, budget.spent)
         return [True] * count + [False] * (len(keys) - count)
+
+    def _in_runs(self, total: int, budget: _Budget, ask: Callable[[int, int, int], int]) -> int:
+        """How many pages from the first on all parts have or took; `ask` is for a part and a range
+        of pages, and says how many from the range's first on.
+
+        Run by run, so that what was moved when the time is up is whole pages.
+        """
+        step = max(1, _RUN_BYTES // self.page_bytes)
+        done = 0
+        while done < total and self._is_open():
+            end = whole = min(done + step, total)
+            for number in range(len(self._parts)):
+                if end == done or budget.left <= 0:
+                    return done
+                end = done + ask(number, done, end)
+            done = end
+            if end < whole:
+                break
+        return done
 
     def _cut(self, pages: Sequence[_Memory]) -> list[list[_Memory]]:
         """The objects of flat pages: for each part a list with its piece of every page."""

@@ -1,4 +1,4 @@
-"""A daemon, and a process with a real SGLang that outlives the tests of a module."""
+"""A daemon, and a process with a real SGLang that outlives the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def daemon(forker):
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
     made = Walks(tmp_path_factory.mktemp("walks") / "log")
     yield made
