@@ -14,9 +14,12 @@ ONE    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 # Most tests wait for processes and files: three at a time need hardly more than two cores.
 WORKERS ?= 3
 PROTOS := $(wildcard proto/kvtier/v1/*.proto)
+# A real SGLang, for tests of its binding: an environment of its own, as engines have.
+SGLANG := .sglang-env
+SGLANG_NEEDS := tests/sglang/requirements.txt tests/sglang/requirements-nodeps.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint fmt proto docs bench bench-peers wheel clean
+.PHONY: help demo test soak lint fmt proto docs bench bench-peers wheel clean sglang-env test-sglang
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +41,23 @@ demo: $(STAMP) ## prefill in one process, decode in another, over a real daemon 
 # so that no worker is left with a long one.
 test: lint ## lint, then every test but the long ones
 	@$(ONE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m 'not soak and not gpu' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+sglang-env: $(SGLANG)/.installed ## a real SGLang without a GPU, in .sglang-env (some 3 GB)
+
+# torch first: what is installed after it would choose another one. The stamp of a failed install
+# must not stay.
+$(SGLANG)/.installed: pyproject.toml $(SGLANG_NEEDS)
+	@echo "installing into $(SGLANG) ..."
+	@rm -f $@
+	@test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	@$(SGLANG)/bin/python -m pip install -q --disable-pip-version-check -r tests/sglang/requirements.txt
+	@$(SGLANG)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/sglang/requirements-nodeps.txt
+	@$(SGLANG)/bin/python -m pip install -q --disable-pip-version-check -e '.[fast]'
+	@touch $@
+
+test-sglang: $(STAMP) $(SGLANG)/.installed ## the tests of the SGLang binding, with a real SGLang
+	@$(ONE) $(BIN)/python -m pytest -q -m 'not gpu' tests/sglang
 
 soak: $(STAMP) ## the tests that take minutes
 	@$(ONE) $(BIN)/python -m pytest -q -s -m 'soak and not gpu' --timeout 1800

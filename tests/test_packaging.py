@@ -33,9 +33,9 @@ def test_one_wheel_holds_every_package_and_nothing_else(wheel: Path, repo: Path)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    shipped = {"kvtier", "kvtier_engine"}
-    assert shipped <= packages <= shipped | {"kvtier_sglang", "kvtier_vllm"}
-    assert {"kvtier/py.typed", "kvtier_engine/py.typed"} <= names
+    shipped = {"kvtier", "kvtier_engine", "kvtier_sglang"}
+    assert shipped <= packages <= shipped | {"kvtier_vllm"}
+    assert {f"{package}/py.typed" for package in shipped} <= names
     modules = {str(path.relative_to(repo)) for path in (repo / "kvtier").rglob("*.py")}
     assert modules - names == set()
 

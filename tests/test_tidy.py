@@ -27,6 +27,8 @@ CATCHES_ALL = (
     "kvtier/daemon/local_server.py",
     "kvtier/client/local_attachment.py",
     "kvtier/packing/optional_code.py",
+    "bindings/kvtier_sglang/border.py",
+    "tests/sglang/hicache_walks.py",
 )
 #: The only places that change the state or the generation of a page copy (a namespace has a
 #: generation too, in a file of its own).

@@ -1,0 +1,235 @@
+"""`KvTierHiCacheStorage`: what SGLang loads for `--hicache-storage-backend dynamic`.
+
+A thin face: it says which pool and model it is, once, when it is attached, and refuses there what
+cannot be stored; after that every call is answered by a `PageStore`, and none raises. The primary
+KV pool is served by interface v1 and by the generic calls; models with further pools are refused.
+
+SGLang makes and attaches it in the scheduler's thread, then calls exists, get and set from a thread
+each, and `get_stats` in every step of the scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import kvtier
+from kvtier_sglang.border import answers
+from kvtier_sglang.layouts import Identity, Ranks, number_format, part_layouts
+from kvtier_sglang.options import Options
+from kvtier_sglang.pools import page_places, rows_of, shape_of
+from kvtier_sglang.sglang_api import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    ServedModel,
+    StorageMetrics,
+    served_model,
+)
+from kvtier_sglang.store import PageStore
+
+__all__ = ["KvTierHiCacheStorage"]
+
+log = logging.getLogger(__name__)
+
+
+def _nothing(*_args: object, **_options: object) -> None:
+    return None
+
+
+def _not_one(*_args: object, **_options: object) -> int:
+    return 0
+
+
+def _refused(*_args: object, **_options: object) -> bool:
+    return False
+
+
+def _all_missed(keys: Sequence[str], *_args: object, **_options: object) -> list[bool]:
+    return [False] * len(keys)
+
+
+def _all_absent(keys: Sequence[str], *_args: object, **_options: object) -> list[Any]:
+    return [None] * len(keys)
+
+
+class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
+    """Its options are those of kvtier_sglang.options, in the extra config with `kvtier_` before."""
+
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Sends nothing yet. Raises ConfigError."""
+        self._config = storage_config
+        self._options = Options.of(storage_config.extra_config)
+        self._store: PageStore | None = None
+        self._pool: Any = None
+        # Before the first request: compiled code takes half a second to load, and a minute to be
+        # made where it never was.
+        kvtier.warm_up()
+        self._connection = kvtier.connect(
+            self._options.endpoint,
+            deadline=self._options.get_deadline,
+            client_name=f"sglang {storage_config.model_name or ''} tp{storage_config.tp_rank}",
+        )
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Raises LayoutError for a pool that cannot be stored, NamespaceMismatch where the daemon
+        has other weights or another division into ranks under this name: both fail the attach.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        config, options, served = self._config, self._options, served_model()
+        for name in ("attn_cp_size", "dcp_size"):
+            if getattr(config, name, 1) != 1:
+                raise kvtier.LayoutError(
+                    f"{name} is {getattr(config, name)}",
+                    remedy="run without context parallelism, or without this storage backend",
+                )
+        shape = shape_of(mem_pool_host)
+        identity = _identity(config, options, served, mem_pool_host)
+        ranks = Ranks(
+            tp_rank=config.tp_rank,
+            tp_size=config.tp_size,
+            pp_rank=config.pp_rank,
+            pp_size=config.pp_size,
+            model_layers=options.model_layers,
+        )
+        parts = part_layouts(shape, identity, ranks)
+        self._pool = mem_pool_host
+        self._store = PageStore(self._connection, parts, rows_of(mem_pool_host, shape), options)
+        log.info("kvtier: attached, %s, %s, %s at %s", shape, identity, ranks, self._connection.url)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Raises LayoutError for every pool but the primary one."""
+        if str(host_pool_name) != "kv":
+            raise kvtier.LayoutError(
+                f"the model has a host pool {host_pool_name} beside its KV, which kvtier does not "
+                "store yet",
+                remedy="run this model without --hicache-storage-backend",
+            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    @answers(_not_one)
+    def batch_exists(
+        self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """How many pages from the first on are there. Advice: a page can leave before the get."""
+        return 0 if self._store is None else self._store.exists(keys)
+
+    @answers(_all_missed)
+    def batch_get_v1(
+        self,
+        keys: Sequence[str],
+        host_indices: Any,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Pages to the slots `host_indices` of the pool, page after page. Only a True page is
+        there, whole and verified; nothing is written when this has returned.
+        """
+        store, places = self._placed(keys, host_indices)
+        return store.get(keys, places)
+
+    @answers(_all_missed)
+    def batch_set_v1(
+        self,
+        keys: Sequence[str],
+        host_indices: Any,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Stores pages from the slots `host_indices` of the pool. The pool's bytes have been read
+        when this has returned.
+        """
+        store, places = self._placed(keys, host_indices)
+        return store.set(keys, places, getattr(extra_info, "prefix_keys", None) or ())
+
+    @answers(_nothing)
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """The page as a flat tensor, in `target_location` if there is one; None for a miss."""
+        targets = None if target_location is None else [target_location]
+        return self.batch_get([key], targets)[0]
+
+    @answers(_all_absent)
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[Any]:
+        """The pages as flat tensors, None for each from the first miss on."""
+        if self._store is None:
+            return [None] * len(keys)
+        targets = target_locations or [self._pool.get_dummy_flat_data_page() for _ in keys]
+        found = self._store.get_flat(keys, targets)
+        return [page if is_hit else None for page, is_hit in zip(targets, found, strict=True)]
+
+    @answers(_refused)
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Whether the page is in the cache now."""
+        return self.batch_set([key], [target_location if value is None else value])
+
+    @answers(_refused)
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Whether all pages are in the cache now; `values` are flat pages."""
+        sources = target_locations if values is None else values
+        if self._store is None or sources is None:
+            return False
+        return all(self._store.set_flat(keys, sources))
+
+    @answers(_refused)
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    @answers(_nothing)
+    def clear(self) -> None:
+        """Deletes every page of this model, in all tiers, also those of other servers of it."""
+        if self._store is not None:
+            self._store.clear()
+
+    @answers(_nothing)
+    def get_stats(self) -> Any:
+        """What was moved since the last call; None without --enable-metrics."""
+        if self._store is None or not self._config.enable_storage_metrics:
+            return None
+        got, put = self._store.got.take(), self._store.put.take()
+        return StorageMetrics(
+            prefetch_pgs=got.pages,
+            prefetch_bandwidth=got.bandwidths,
+            backup_pgs=put.pages,
+            backup_bandwidth=put.bandwidths,
+        )
+
+    @answers(_nothing)
+    def close(self) -> None:
+        self._store = None
+        self._connection.close()
+
+    def _placed(self, keys: Sequence[str], host_indices: Any) -> tuple[PageStore, list[int]]:
+        """Raises LayoutError for slots that are not whole pages, or without a pool."""
+        if self._store is None:
+            raise kvtier.LayoutError("no host pool is registered", remedy="attach the backend")
+        return self._store, page_places(host_indices, self._pool.page_size, len(keys))
+
+
+def _identity(
+    config: HiCacheStorageConfig, options: Options, served: ServedModel, pool: Any
+) -> Identity:
+    revision = options.weights_revision
+    if not revision:
+        # A version that an online update was given stands beside the checkpoint's own revision.
+        said = (served.revision or "unstated", served.weight_version or "default")
+        revision = " ".join((*said, *filter(None, (served.kv_scales,))))
+    return Identity(
+        model_id=options.model_id or served.path or config.model_name or "",
+        weights_revision=revision,
+        kv_format=number_format(
+            options.kv_dtype or served.kv_cache_dtype,
+            str(pool.dtype).removeprefix("torch."),
+            pool.dtype.itemsize,
+        ),
+    )

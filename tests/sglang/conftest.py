@@ -1,0 +1,23 @@
+"""A daemon, and a process with a real SGLang that outlives the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sglang_rig import Walks
+
+from tests.forks import daemon_of_its_own
+
+
+@pytest.fixture
+def daemon(forker):
+    with daemon_of_its_own(forker, "host.bytes=64MiB") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
+    made = Walks(tmp_path_factory.mktemp("walks") / "log")
+    yield made
+    made.close()
