@@ -176,7 +176,6 @@ def test_a_place_is_looked_at_once(either):
     "at",
     [5, 1.5, np.array(3), torch.tensor(3), object(), [np.array([1, 2])], [torch.tensor([1, 2])],
      torch.empty(1, dtype=torch.int64, device="meta"), [None], ["1"], [1.0], [-1], [3], [1 << 70]],
-    ids=str,
 )  # fmt: skip
 def test_places_that_are_none(either, at):
     _, ns = either
