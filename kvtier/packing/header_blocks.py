@@ -6,38 +6,14 @@ makes the block that all are copies of. Pure functions, safe from any thread.
 
 from __future__ import annotations
 
-from typing import Any, Final
-
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.packing.checksum import header_sum
-from kvtier.packing.header_columns import FLAG_PARENT
+from kvtier.packing.header_columns import FLAG_PARENT, SUM_OFFSET, fields_of
 from kvtier.packing.record import HEADER_BYTES, RecordHeader, encode_header
 
 __all__ = ["encode_headers"]
-
-_SUM_OFFSET: Final = HEADER_BYTES - 8
-#: The fields of each page, at their places of version 1 (see record.py).
-_FIELDS: Final[tuple[tuple[str, Any, int], ...]] = (
-    ("key", ("u1", 32), 48),
-    ("parent", ("u1", 32), 80),
-    ("payload_sum", ("u1", 16), 112),
-    ("generation", "<u8", 168),
-    ("sequence", "<u8", 176),
-    ("slot", "<u8", 184),
-    ("depth", "<u4", 212),
-    ("flags", "<u2", 224),
-    ("header_sum", "<u8", _SUM_OFFSET),
-)
-_OF_EACH: Final = np.dtype(
-    {
-        "names": [name for name, _, _ in _FIELDS],
-        "formats": [kind for _, kind, _ in _FIELDS],
-        "offsets": [offset for _, _, offset in _FIELDS],
-        "itemsize": HEADER_BYTES,
-    }
-)
 
 
 def encode_headers(
@@ -57,7 +33,7 @@ def encode_headers(
     """
     blocks = np.empty((len(keys), HEADER_BYTES), np.uint8)
     blocks[:] = np.frombuffer(encode_header(common), np.uint8)
-    fields = blocks.view(_OF_EACH)[:, 0]
+    fields = fields_of(blocks)
     fields["key"] = keys
     fields["parent"] = parents
     fields["payload_sum"] = payload_sums
@@ -69,7 +45,7 @@ def encode_headers(
         FLAG_PARENT
     )
     flat = blocks.reshape(-1).data
-    fields["header_sum"] = [
-        header_sum(flat[at : at + _SUM_OFFSET]) for at in range(0, len(flat), HEADER_BYTES)
+    blocks[:, SUM_OFFSET:].view("<u8")[:, 0] = [
+        header_sum(flat[at : at + SUM_OFFSET]) for at in range(0, len(flat), HEADER_BYTES)
     ]
     return blocks

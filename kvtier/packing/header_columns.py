@@ -20,18 +20,26 @@ from kvtier.core.page import Codec, Tier
 from kvtier.packing.checksum import header_sum
 from kvtier.packing.record import HEADER_BYTES, RECORD_VERSION, SESSION_BYTES_MAX
 
-__all__ = ["FLAG_LOSSY", "FLAG_PARENT", "HEADER_DTYPE", "HeaderVerdict", "read_headers"]
+__all__ = [
+    "FLAG_LOSSY",
+    "FLAG_PARENT",
+    "HEADER_DTYPE",
+    "HeaderVerdict",
+    "SUM_OFFSET",
+    "fields_of",
+    "read_headers",
+]
 
 FLAG_LOSSY: Final = 1
 FLAG_PARENT: Final = 2
 
 _MAGIC: Final = int.from_bytes(b"\x89KVTREC\n", "little")
-_SUM_OFFSET: Final = HEADER_BYTES - 8
+SUM_OFFSET: Final = HEADER_BYTES - 8
 _SESSION_OFFSET: Final = 232
 _CODECS: Final = np.array([int(codec) for codec in Codec], np.uint16)
 _TIERS: Final = np.array([int(tier) for tier in Tier], np.uint16)
 
-#: The fields by which pages are found again, at their places of version 1 (see record.py).
+#: The fields that are read or written of many at once, where version 1 has them (see record.py).
 _FIELDS: Final[tuple[tuple[str, Any, int], ...]] = (
     ("magic", "<u8", 0),
     ("version", "<u4", 8),
@@ -39,6 +47,7 @@ _FIELDS: Final[tuple[tuple[str, Any, int], ...]] = (
     ("fingerprint", ("u1", 32), 16),
     ("key", ("u1", 32), 48),
     ("parent", ("u1", 32), 80),
+    ("payload_sum", ("u1", 16), 112),
     ("namespace_generation", "<u8", 144),
     ("length", "<u8", 152),
     ("boot_id", "<u8", 160),
@@ -46,6 +55,7 @@ _FIELDS: Final[tuple[tuple[str, Any, int], ...]] = (
     ("sequence", "<u8", 176),
     ("slot", "<u8", 184),
     ("shard", "<u4", 208),
+    ("depth", "<u4", 212),
     ("codec", "<u2", 220),
     ("tier", "<u2", 222),
     ("flags", "<u2", 224),
@@ -68,13 +78,19 @@ class HeaderVerdict(IntEnum):
     DAMAGED = 2  # a header once; its bytes are not what was written, or of another version
 
 
+def fields_of(blocks: NDArray[np.uint8]) -> NDArray[Any]:
+    """The fields of `blocks` in place, shape (n,) of HEADER_DTYPE."""
+    fields: NDArray[Any] = blocks[:, :_SESSION_OFFSET].view(HEADER_DTYPE)[:, 0]
+    return fields
+
+
 def read_headers(blocks: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[np.uint8]]:
     """(fields, HeaderVerdict) of each of `blocks`, (n, 4096) uint8 and C-contiguous.
 
     `fields` is (n,) of HEADER_DTYPE, a copy; it means something where the verdict is SOUND.
     """
     # Contiguous: a look at every 4096th byte is a look at another line of the cache each time.
-    fields = np.ascontiguousarray(blocks[:, :_SESSION_OFFSET]).view(HEADER_DTYPE)[:, 0]
+    fields = fields_of(np.ascontiguousarray(blocks[:, :_SESSION_OFFSET]))
     has_magic = fields["magic"] == _MAGIC
     has_version = (fields["version"] == RECORD_VERSION) & (fields["header_bytes"] == HEADER_BYTES)
     flags = fields["flags"]
@@ -91,10 +107,10 @@ def read_headers(blocks: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[np.ui
         has_magic | has_version, np.uint8(HeaderVerdict.DAMAGED), np.uint8(HeaderVerdict.NOTHING)
     )
     rows = np.flatnonzero(is_plausible)
-    stored = np.ascontiguousarray(blocks[rows, _SUM_OFFSET:]).view("<u8")[:, 0].tolist()
+    stored = np.ascontiguousarray(blocks[rows, SUM_OFFSET:]).view("<u8")[:, 0].tolist()
     flat = blocks.reshape(-1).data
     for row, at, total in zip(rows.tolist(), (rows * HEADER_BYTES).tolist(), stored, strict=True):
-        if header_sum(flat[at : at + _SUM_OFFSET]) == total:
+        if header_sum(flat[at : at + SUM_OFFSET]) == total:
             verdicts[row] = HeaderVerdict.SOUND
     for row in np.flatnonzero(is_plausible & (fields["session_bytes"] > 0)).tolist():
         session = blocks[row, _SESSION_OFFSET:][: fields["session_bytes"][row]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -10,13 +11,16 @@ from pathlib import Path
 import numpy as np
 
 import kvtier
+from kvtier.transfer.planes.values import OpenedNamespace
 
 __all__ = [
     "NBYTES",
     "arena_fd",
     "attached",
     "flip",
+    "key_of",
     "opaque",
+    "opened_as",
     "pages_of",
     "separate_keys",
     "two_segments",
@@ -33,6 +37,24 @@ def attached(kv: kvtier.Connection) -> None:
     while not kv.local.is_attached:
         assert time.monotonic() < deadline, kv.local.reason
         time.sleep(0.01)
+
+
+def key_of(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def opened_as(number: int, *, boot_id: int, generation: int, nbytes: int) -> OpenedNamespace:
+    """A namespace that no daemon has opened."""
+    return OpenedNamespace(
+        session_id=1,
+        handle=1,
+        boot_id=boot_id,
+        fingerprint=bytes(range(32)),
+        generation=generation,
+        raw_bytes=nbytes,
+        fp8_bytes=0,
+        namespace_number=number,
+    )
 
 
 def opaque(nbytes: int, *, shard: int = 0, shards: int = 1) -> kvtier.Layout:

@@ -3,7 +3,6 @@ get copies."""
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,27 +23,14 @@ from kvtier.transfer.local.entry import encode_entries, encode_entry, identities
 from kvtier.transfer.local.frames import Refused, Used, decode, encode
 from kvtier.transfer.local.lookup import DirectoryView
 from kvtier.transfer.planes.deadline import Deadline
-from kvtier.transfer.planes.values import Hints, OpenedNamespace
-from tests.client.local_rig import opaque
+from kvtier.transfer.planes.values import Hints
+from tests.client.local_rig import key_of, opaque, opened_as
 
 BOOT, NUMBER, GENERATION, NBYTES = 77, 3, 5, 8192
 RECORD = NBYTES + 4096
 LAYOUT = opaque(NBYTES)
-OPENED = OpenedNamespace(
-    session_id=1,
-    handle=1,
-    boot_id=BOOT,
-    fingerprint=bytes(range(32)),
-    generation=GENERATION,
-    raw_bytes=NBYTES,
-    fp8_bytes=0,
-    namespace_number=NUMBER,
-)
+OPENED = opened_as(NUMBER, boot_id=BOOT, generation=GENERATION, nbytes=NBYTES)
 OPTIONS = GetOptions(accept=(Codec.RAW,), lossy_ok=False, hints=Hints())
-
-
-def key_of(number: int) -> bytes:
-    return hashlib.sha256(b"%d" % number).digest()
 
 
 class Rig:

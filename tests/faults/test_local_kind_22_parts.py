@@ -5,7 +5,6 @@ taken for it.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 from collections.abc import Iterator
@@ -38,8 +37,8 @@ from kvtier.transfer.local.entry import (
 )
 from kvtier.transfer.local.lookup import DirectoryView
 from kvtier.transfer.planes.deadline import Deadline
-from kvtier.transfer.planes.values import Hints, OpenedNamespace
-from tests.client.local_rig import opaque
+from kvtier.transfer.planes.values import Hints
+from tests.client.local_rig import key_of, opaque, opened_as
 from tests.transfer.local.directory_parts import KERNELS, kernels_named
 
 NUMBERS = [
@@ -53,20 +52,7 @@ LAYOUT = opaque(NBYTES)
 ARENA_BYTES = 5 << 30
 #: Of an arena of 5 GiB, its number of 4 KiB.
 FAR = (1 << 20) + 7
-OPENED = OpenedNamespace(
-    session_id=1,
-    handle=1,
-    boot_id=BOOT,
-    fingerprint=bytes(range(32)),
-    generation=GENERATION,
-    raw_bytes=NBYTES,
-    fp8_bytes=0,
-    namespace_number=NAMESPACE,
-)
-
-
-def key_of(number: int) -> bytes:
-    return hashlib.sha256(b"%d" % number).digest()
+OPENED = opened_as(NAMESPACE, boot_id=BOOT, generation=GENERATION, nbytes=NBYTES)
 
 
 def payload(number: int) -> np.ndarray:
