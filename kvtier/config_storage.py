@@ -80,8 +80,9 @@ class HostConfig:
         default=Verify.ALWAYS,
         metadata={
             "kind": Choice(members=Verify),
-            "meaning": "Which pages are checked against their checksum when they are sent. "
-            "When they are stored, all are.",
+            "meaning": "Which pages are checked against their checksum when they are sent to a "
+            "reader that does not say that it checks them itself (kvtier's own client does, unless "
+            "told not to). When they are stored, all are.",
         },
     )
     sample_one_in: int = whole(

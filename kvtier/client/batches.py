@@ -20,6 +20,7 @@ from kvtier.client.buffers import Allocated
 from kvtier.client.codec_thread import unpack
 from kvtier.client.reading import Part, Reader
 from kvtier.client.results import GetResult
+from kvtier.client.settings import Verify
 from kvtier.core.page import Codec, DeleteCode, GetCode
 from kvtier.errors import (
     Busy,
@@ -206,6 +207,9 @@ async def _get(
             accept=call.options.accept,
             lossy_ok=call.options.lossy_ok,
             hints=call.options.hints,
+            # Once is enough, where the bytes end up. Bytes that were wrong there are for the daemon
+            # to judge, which then looks for another copy.
+            reader_verifies=not is_retry and ns.link.settings.verify is Verify.ALWAYS,
         )
         await ns.link.plane.get(query, part, call.deadline)
         _learn(ns, bytes(reader.codes[index] for index in some), opened)

@@ -20,7 +20,7 @@ from kvtier.daemon.idle_reader import write_to_reader
 from kvtier.daemon.node import Node
 from kvtier.errors import Busy, LimitExceeded
 from kvtier.transfer.outlet import Outgoing, Outlet
-from kvtier.transfer.place import Place
+from kvtier.transfer.place import Place, Verify
 from kvtier.transfer.wire import encode_get
 from kvtier.v1 import transfer_pb2 as pb
 
@@ -57,7 +57,7 @@ async def get(
         keys,
         accept=accept if request.accept else frozenset((Codec.RAW,)),
         lossy_ok=request.lossy_ok,
-        verify=node.verify,
+        verify=Verify.OFF if request.reader_verifies else node.verify,
         sample_one_in=node.config.host.sample_one_in,
         mover=node.nvme.mover if node.nvme else None,
     )

@@ -72,7 +72,7 @@ class PutResponse(_message.Message):
     def __init__(self, codes: _Optional[_Iterable[_Union[_page_pb2.PutCode, str]]] = ..., leading_run: _Optional[int] = ..., boot_id: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., reached: _Optional[_Iterable[_Union[_page_pb2.Durability, str]]] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("handle", "keys", "accept", "lossy_ok", "session", "ttl_ms", "priority", "traceparent")
+    __slots__ = ("handle", "keys", "accept", "lossy_ok", "session", "ttl_ms", "priority", "traceparent", "reader_verifies")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class GetRequest(_message.Message):
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    READER_VERIFIES_FIELD_NUMBER: _ClassVar[int]
     handle: int
     keys: bytes
     accept: _containers.RepeatedScalarFieldContainer[_page_pb2.Codec]
@@ -89,7 +90,8 @@ class GetRequest(_message.Message):
     ttl_ms: int
     priority: int
     traceparent: str
-    def __init__(self, handle: _Optional[int] = ..., keys: _Optional[bytes] = ..., accept: _Optional[_Iterable[_Union[_page_pb2.Codec, str]]] = ..., lossy_ok: bool = ..., session: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    reader_verifies: bool
+    def __init__(self, handle: _Optional[int] = ..., keys: _Optional[bytes] = ..., accept: _Optional[_Iterable[_Union[_page_pb2.Codec, str]]] = ..., lossy_ok: bool = ..., session: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., reader_verifies: bool = ...) -> None: ...
 
 class GetPage(_message.Message):
     __slots__ = ("code", "tier", "codec", "lossy", "length", "payload_sum", "origin_sum", "slot", "generation")

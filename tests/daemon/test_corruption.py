@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from raw_calls import RawClient, key_of, payload_of
+from raw_calls import RawClient, key_of, opaque_layout, payload_of
 
+import kvtier
 from kvtier.testing.daemon_process import DaemonProcess
 from kvtier.transfer.rpc import ADMIN
 from kvtier.v1 import admin_pb2
@@ -77,3 +78,32 @@ def test_with_verify_off_the_sum_still_travels_to_the_reader(make_daemon):
         assert got.codes == [HIT]
         assert got.payloads[0] != payload_of(1)
         assert len(got.pages[0].payload_sum) == 16, "which the reader compares"
+
+
+def test_a_reader_that_verifies_gets_the_bytes_unread_and_has_its_doubts_judged(daemon, client):
+    opened = client.open()
+    put = client.put(opened, [(key_of(i), payload_of(i)) for i in range(2)])
+    flip(daemon, put.slots[0], HEADER_BYTES + 9)
+    flip(daemon, put.slots[1], 9)
+    got = client.get(opened, [key_of(0), key_of(1)], reader_verifies=True)
+    assert got.codes == [HIT, CORRUPT], "a header is always the daemon's to check"
+    assert got.payloads[0] != payload_of(0)
+    assert len(got.pages[0].payload_sum) == 16, "which the reader compares"
+    assert client.get(opened, [key_of(0)]).codes == [CORRUPT]
+    assert client.get(opened, [key_of(0)], reader_verifies=True).codes == [MISS], "condemned"
+
+
+@pytest.mark.parametrize("verify", ["always", "off"])
+def test_one_of_the_two_ends_has_verified_what_a_get_calls_a_hit(daemon, client, verify):
+    """The client by default, which asks again when a sum is wrong; else the daemon."""
+    with kvtier.connect(daemon.url, deadline=10, verify=verify, plane="grpc") as kv:
+        ns = kv.namespace(opaque_layout())
+        keys = [key_of(i) for i in range(3)]
+        ns.put(keys, [payload_of(i) for i in range(3)]).raise_for_refused()
+        flip(daemon, ns.get(keys)[1].ref.slot, HEADER_BYTES + 65_000)
+        got = ns.get(keys)
+        assert got.reasons == [kvtier.GetCode.HIT, kvtier.GetCode.CORRUPT, kvtier.GetCode.HIT]
+        assert got.pages == [payload_of(0), None, payload_of(2)]
+        assert ns.get(keys[1:2]).reasons == [kvtier.GetCode.MISS], "condemned"
+    assert client.status().counters["condemned"] == 1
+    assert daemon.log.count("event=page.corrupt") == 1

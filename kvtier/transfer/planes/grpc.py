@@ -123,6 +123,7 @@ class GrpcPlane:
             ttl_ms=query.hints.ttl_ms,
             priority=query.hints.priority,
             traceparent=query.hints.traceparent,
+            reader_verifies=query.reader_verifies,
         )
         run = GetRun(sink, len(query.keys))
         async with self._channel.until(deadline) as seconds:

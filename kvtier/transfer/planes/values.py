@@ -88,11 +88,14 @@ class LookupReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetQuery:
+    """With `reader_verifies` the sink compares every page with its sum: the daemon need not."""
+
     handle: int
     keys: Sequence[bytes]
     accept: tuple[Codec, ...]
     lossy_ok: bool
     hints: Hints
+    reader_verifies: bool = False
 
 
 class AnnouncedPage(NamedTuple):
