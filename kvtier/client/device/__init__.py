@@ -1,0 +1,31 @@
+"""The engine's side of the device tier: paged KV with tags, and its way to the service and back.
+
+Needs torch, which nothing else of the client does; without it importing this raises MissingExtra.
+"""
+
+from __future__ import annotations
+
+from kvtier.client.device import _needs_torch as _needs_torch  # isort: split
+
+from kvtier.client.device.account import Occupancy
+from kvtier.client.device.errors import PageNotHeld, PoolExhausted, PoolInconsistent
+from kvtier.client.device.form import FP8_COMPUTE, PageForm, fp8_layout
+from kvtier.client.device.pool import NO_TAG, DevicePool
+from kvtier.client.device.table import PageTable
+from kvtier.client.device.tags import NoopTracker, TagTracker, Tracker
+
+__all__ = [
+    "FP8_COMPUTE",
+    "NO_TAG",
+    "DevicePool",
+    "NoopTracker",
+    "Occupancy",
+    "PageForm",
+    "PageNotHeld",
+    "PageTable",
+    "PoolExhausted",
+    "PoolInconsistent",
+    "TagTracker",
+    "Tracker",
+    "fp8_layout",
+]

@@ -1,0 +1,152 @@
+"""DevicePool: the paged KV of one engine, on a device, each page with a tag of its allocation.
+
+Promise: a page belongs to nobody else while it is held, or while a copy reads or writes it; at
+every allocation it gets a tag that no page of this process had before. The pool decides who has a
+page; what is in it is the engine's.
+
+Threads: allocate, share, free, pin and unpin may be called from any thread. On CUDA the new tags
+are written on the stream that is current in the allocating thread: read them on that stream, or
+after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from kvtier.client.device.account import Occupancy, PageAccount
+from kvtier.client.device.form import PageForm
+from kvtier.errors import LayoutError
+from kvtier.packing.layout import Layout
+
+__all__ = ["NO_TAG", "DevicePool"]
+
+#: Every tag of the process comes from here, whatever the pool; `next` is one step for the threads.
+_TAGS: Final = itertools.count(1)
+#: Of a page that was never allocated; the places before and behind the pool have it too.
+NO_TAG: Final = 0
+
+
+class DevicePool:
+    """`pages` pages of `layout` on `device`.
+
+    `kv` is (pages, 2, layers, page_tokens, heads, dim); each page is one contiguous kvtier page.
+    `rows` are the same bytes as uint8 (pages, page bytes): what is put and got. `tags` is int64
+    (pages,) on the device. All are zeros at first (scales are 1). Raises
+    LayoutError, see PageForm.of.
+    """
+
+    def __init__(
+        self, layout: Layout, pages: int, device: str | torch.device = "cpu", *, name: str = "kv"
+    ) -> None:
+        if pages < 1:
+            raise LayoutError(f"a pool of {pages} pages", remedy="give it at least one page")
+        self.layout = layout
+        self.name = name
+        self.form = form = PageForm.of(layout)
+        self.device = torch.device(device)
+        self.rows = torch.zeros((pages, form.nbytes), dtype=torch.uint8, device=self.device)
+        shape = (pages, 2, form.layers, form.page_tokens, form.heads, form.dim)
+        self.kv = self.rows[:, : form.scales_offset].view(form.dtype).view(shape)
+        self._scales: torch.Tensor | None = None
+        if form.is_fp8:
+            end = form.scales_offset + 2 * form.layers * form.heads * 4
+            scales = self.rows[:, form.scales_offset : end].view(torch.float32)
+            self._scales = scales.view(pages, 2, form.layers, form.heads)
+            self._scales.fill_(1.0)
+        # One place more on either side: an id that is off by one there finds NO_TAG.
+        self.edged_tags = torch.full((pages + 2,), NO_TAG, dtype=torch.int64, device=self.device)
+        self.tags = self.edged_tags[1:-1]
+        self._known_tags = np.full(pages, NO_TAG, np.int64)
+        self._account = PageAccount(pages, self._forget_tags)
+
+    def __repr__(self) -> str:
+        return f"<DevicePool {self.name!r} {self.pages} x {self.form.nbytes} B on {self.device}>"
+
+    @property
+    def pages(self) -> int:
+        return len(self.rows)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that `allocate` can give now."""
+        return self._account.occupancy.free
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """How many pages are free, held, draining and pinned, at one moment."""
+        return self._account.occupancy
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """K of one layer: a view (pages, page_tokens, heads, dim), strided; write in place."""
+        return self.kv[:, 0, layer]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """V of one layer, as `keys`."""
+        return self.kv[:, 1, layer]
+
+    def scales(self, layer: int) -> torch.Tensor:
+        """float32 view (pages, 2, heads) of an fp8 pool: [:, 0] is what to multiply q . k with,
+        [:, 1] the weighted v, for each KV head. Raises LayoutError for a plain pool.
+        """
+        if self._scales is None:
+            raise LayoutError(
+                f"a pool of {self.form.dtype} has no scales", remedy="make it with fp8_layout()"
+            )
+        return self._scales[:, :, layer]
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one reference and a new tag each. Raises PoolExhausted; all or none.
+
+        Their bytes are those of whoever had them before.
+        """
+        ids = self._account.allocate(count)
+        if ids:
+            tags = np.fromiter(itertools.islice(_TAGS, count), np.int64, count)
+            self._known_tags[ids] = tags
+            places = torch.tensor(ids, device=self.device)
+            self.tags[places] = torch.from_numpy(tags).to(self.device)
+        return ids
+
+    def share(self, ids: Sequence[int]) -> None:
+        """One more reference on each page, say of a common prefix. Raises PageNotHeld."""
+        self._account.share(ids)
+
+    def free(self, ids: Sequence[int]) -> None:
+        """Gives one reference of each page back. Raises PageNotHeld, and changes nothing then.
+
+        The last one makes the page free; while a copy uses it, only when that is done.
+        """
+        self._account.free(ids)
+
+    def pin(self, ids: Sequence[int]) -> None:
+        """A copy begins to read or write these pages: until `unpin` they are not given to anybody.
+        Raises PageNotHeld.
+        """
+        self._account.pin(ids)
+
+    def unpin(self, ids: Sequence[int]) -> None:
+        """The copy does not touch these pages any more. Raises PageNotHeld."""
+        self._account.unpin(ids)
+
+    def references(self, page: int) -> int:
+        """How many hold a page; 0 for one that is free or draining."""
+        return self._account.references(page)
+
+    def known_tags(self, ids: Sequence[int]) -> list[int]:
+        """The present tags as the host knows them, without asking the device; NO_TAG for pages
+        that are free.
+        """
+        known: list[int] = self._known_tags[list(ids)].tolist()
+        return known
+
+    def check(self) -> None:
+        """free + held + draining = pages, counted anew. Raises PoolInconsistent."""
+        self._account.check()
+
+    def _forget_tags(self, ids: Sequence[int]) -> None:
+        self._known_tags[list(ids)] = NO_TAG

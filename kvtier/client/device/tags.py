@@ -1,0 +1,66 @@
+"""Are the pages that requests are about to read still those that they were given?
+
+After DESIGN's per-page tags: a request records the tag of each page; before a decode step one
+batched gather and compare finds every request whose table names a page of another allocation: one
+that was freed and given to somebody else, an index off by one, two pages swapped, a table from
+before a preemption. Outside attention, so no kernel knows of it.
+
+One thread and stream: those that allocate and decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from kvtier.client.device.pool import DevicePool
+from kvtier.client.device.table import PageTable
+
+__all__ = ["NoopTracker", "TagTracker", "Tracker"]
+
+
+class Tracker(Protocol):
+    """What an engine asks before it reads."""
+
+    def verify(self, tables: Sequence[PageTable]) -> torch.Tensor:
+        """bool (requests,): True where every page of the table is the one that was recorded."""
+
+
+class NoopTracker:
+    """Believes every table: nothing is read, nothing is launched on the device."""
+
+    def __init__(self) -> None:
+        self._sound = torch.ones(0, dtype=torch.bool)
+
+    def verify(self, tables: Sequence[PageTable]) -> torch.Tensor:
+        """True for every request, in host memory."""
+        if len(tables) > len(self._sound):
+            self._sound = torch.ones(2 * len(tables), dtype=torch.bool)
+        return self._sound[: len(tables)]
+
+
+class TagTracker:
+    """Compares tags on the pool's device; tables must be of this pool."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self._tags = pool.edged_tags
+        self._last = pool.pages
+
+    def verify(self, tables: Sequence[PageTable]) -> torch.Tensor:
+        """bool (requests,) on the device; reading it waits for the device. An id outside the pool
+        is a mismatch, not an access outside.
+        """
+        if not tables:
+            return torch.ones(0, dtype=torch.bool, device=self._tags.device)
+        pages = torch.cat([table.pages for table in tables])
+        recorded = torch.cat([table.tags for table in tables])
+        present = self._tags.index_select(0, pages.clamp_(-1, self._last).add_(1))
+        wrong = torch.zeros(len(pages) + 1, dtype=torch.int32, device=self._tags.device)
+        torch.cumsum(present != recorded, 0, dtype=torch.int32, out=wrong[1:])
+        ends = torch.tensor(
+            [0, *accumulate(len(table) for table in tables)], device=self._tags.device
+        )
+        return wrong.index_select(0, ends).diff() == 0
