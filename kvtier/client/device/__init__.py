@@ -10,22 +10,28 @@ from kvtier.client.device import _needs_torch as _needs_torch  # isort: split
 from kvtier.client.device.account import Occupancy
 from kvtier.client.device.errors import PageNotHeld, PoolExhausted, PoolInconsistent
 from kvtier.client.device.form import FP8_COMPUTE, PageForm, fp8_layout
+from kvtier.client.device.outcomes import LoadResult, OffloadResult, Transfer
 from kvtier.client.device.pool import NO_TAG, DevicePool
 from kvtier.client.device.table import PageTable
 from kvtier.client.device.tags import NoopTracker, TagTracker, Tracker
+from kvtier.client.device.transfer import PageTransfer
 
 __all__ = [
     "FP8_COMPUTE",
     "NO_TAG",
     "DevicePool",
+    "LoadResult",
     "NoopTracker",
     "Occupancy",
+    "OffloadResult",
     "PageForm",
     "PageNotHeld",
     "PageTable",
+    "PageTransfer",
     "PoolExhausted",
     "PoolInconsistent",
     "TagTracker",
     "Tracker",
+    "Transfer",
     "fp8_layout",
 ]
