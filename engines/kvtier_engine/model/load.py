@@ -20,6 +20,7 @@ from kvtier_engine.model.config import ModelConfig
 from kvtier_engine.model.llama import Llama
 from kvtier_engine.model.tokens import Tokenizer
 from kvtier_engine.model.weights import Weights, read_safetensors
+from kvtier_engine.smollm2 import read_gguf
 
 __all__ = ["LoadedModel", "load_model"]
 
@@ -66,9 +67,6 @@ def load_model(
 
 
 def _from_gguf(place: Path, *, dtype: torch.dtype, device: torch.device, name: str) -> LoadedModel:
-    # Imported here: gguf is of use for such a file alone.
-    from kvtier_engine.smollm2 import read_gguf
-
     read = read_gguf(place)
     config = ModelConfig.from_hf(read.config)
     files = read.tokenizer_files

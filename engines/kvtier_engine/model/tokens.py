@@ -81,7 +81,7 @@ class Tokenizer:
                 "this model has no chat template", remedy="send a plain prompt instead of messages"
             )
         try:
-            return self._template.render(
+            rendered = self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=True,
                 **self._special,
@@ -91,6 +91,7 @@ class Tokenizer:
                 f"the model's chat template does not take these messages: {error}",
                 remedy="send messages with a role and a text content, in an order it knows",
             ) from error
+        return str(rendered)
 
     def stream(self) -> TextStream:
         return TextStream(self._raw)

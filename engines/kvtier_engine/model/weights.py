@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from kvtier_engine.errors import ModelUnusable
 from kvtier_engine.model.config import ModelConfig
 
-__all__ = ["LayerWeights", "Weights", "read_safetensors"]
+__all__ = ["LayerWeights", "Weights", "read_safetensors", "shapes_of"]
 
 _REMEDY = "use the complete checkpoint of the model that config.json describes"
 #: Files hold these beside the weights now and then; they are computed from the config.
@@ -60,7 +60,7 @@ class Weights:
         device: torch.device,
     ) -> Weights:
         """Raises ModelUnusable for missing, unexpected or misshapen tensors, naming the first."""
-        shapes = _shapes(config)
+        shapes = shapes_of(config)
         _check(shapes, tensors, tied=config.tied)
         taken = _Taken(tensors, dtype=dtype, device=device)
         embedding = taken.one("model.embed_tokens.weight")
@@ -124,7 +124,7 @@ def _layer(config: ModelConfig, taken: _Taken, number: int) -> LayerWeights:
     )
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that the network needs."""
     hidden, middle = config.hidden_size, config.intermediate_size
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
