@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer as RawTokenizer
@@ -37,9 +39,10 @@ CONFIG = {
     "eos_token_id": END,
 }
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+TOKENIZER = {"chat_template": TEMPLATE, "bos_token": "<s>"}
 
 
-def byte_tokenizer() -> Tokenizer:
+def raw_tokenizer() -> RawTokenizer:
     """One token a byte, after four special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = ["<s>", "</s>", "<pad>", "<unk>", *alphabet]
@@ -47,7 +50,12 @@ def byte_tokenizer() -> Tokenizer:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens(names[:4])
-    return Tokenizer(raw, {"chat_template": TEMPLATE, "bos_token": "<s>"})
+    return raw
+
+
+def save_tokenizer(place: Path) -> None:
+    (place / "tokenizer.json").write_text(raw_tokenizer().to_str(), encoding="utf-8")
+    (place / "tokenizer_config.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
 
 
 def tiny_model(dtype: torch.dtype = torch.float32, *, seed: int = 7) -> LoadedModel:
@@ -65,7 +73,7 @@ def tiny_model(dtype: torch.dtype = torch.float32, *, seed: int = 7) -> LoadedMo
         name="tiny",
         revision=f"seed-{seed}",
         network=Llama(config, weights),
-        tokenizer=byte_tokenizer(),
+        tokenizer=Tokenizer(raw_tokenizer(), TOKENIZER),
     )
 
 

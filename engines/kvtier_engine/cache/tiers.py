@@ -108,6 +108,8 @@ class KvtierTiers:
         self.poll()
 
     def _be_away(self) -> None:
-        self._ask_again = time.monotonic() + self._retry_seconds
-        self.counts["away"] += 1
-        log.warning("engine.tiers_away", extra={"retry_seconds": self._retry_seconds})
+        now = time.monotonic()
+        if now >= self._ask_again:  # not again for each one that was under way
+            self.counts["away"] += 1
+            log.warning("engine.tiers_away", extra={"retry_seconds": self._retry_seconds})
+        self._ask_again = now + self._retry_seconds
