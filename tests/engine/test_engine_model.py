@@ -152,9 +152,7 @@ def test_a_gguf_file_is_the_directory_that_it_converts_to(tmp_path: Path) -> Non
     assert torch.equal(*logits)
 
 
-def test_revisions_tell_weights_apart(
-    saved: dict[str, tuple[Path, Any]], tmp_path: Path
-) -> None:
+def test_revisions_tell_weights_apart(saved: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
     place, _ = saved["qwen2"]
     for file in place.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
