@@ -1,4 +1,4 @@
-"""A pool that keeps KV as fp8: the bytes are those of the codec, and go to the service as they are."""
+"""A pool that keeps KV as fp8: bytes are those of the codec, and go to the service as they are."""
 
 from __future__ import annotations
 
