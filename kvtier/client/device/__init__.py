@@ -12,6 +12,7 @@ from kvtier.client.device.errors import PageNotHeld, PoolExhausted, PoolInconsis
 from kvtier.client.device.form import FP8_COMPUTE, PageForm, fp8_layout
 from kvtier.client.device.outcomes import LoadResult, OffloadResult, Transfer
 from kvtier.client.device.pool import NO_TAG, DevicePool
+from kvtier.client.device.reporter import PoolReporter
 from kvtier.client.device.table import PageTable
 from kvtier.client.device.tags import NoopTracker, TagTracker, Tracker
 from kvtier.client.device.transfer import PageTransfer
@@ -30,6 +31,7 @@ __all__ = [
     "PageTransfer",
     "PoolExhausted",
     "PoolInconsistent",
+    "PoolReporter",
     "TagTracker",
     "Tracker",
     "Transfer",

@@ -5,7 +5,6 @@ Results are immutable. A handle may be asked from any thread.
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -128,7 +127,13 @@ class Transfer(Generic[R]):
         return self._outcome()
 
     def _ends_within(self, timeout_s: float | None) -> bool:
-        return bool(concurrent.futures.wait([self._future], timeout_s).done)
+        try:
+            self._future.exception(timeout_s)
+        except TimeoutError:
+            return False
+        except CancelledError:
+            pass
+        return True
 
     def _outcome(self) -> R:
         try:

@@ -20,7 +20,8 @@ import torch
 
 from kvtier.client.device.account import Occupancy, PageAccount
 from kvtier.client.device.form import PageForm
-from kvtier.errors import LayoutError
+from kvtier.errors import LayoutError, NonFinite
+from kvtier.packing.fp8_torch import quantized
 from kvtier.packing.layout import Layout
 
 __all__ = ["NO_TAG", "DevicePool"]
@@ -29,6 +30,8 @@ __all__ = ["NO_TAG", "DevicePool"]
 _TAGS: Final = itertools.count(1)
 #: Of a page that was never allocated; the places before and behind the pool have it too.
 NO_TAG: Final = 0
+#: Of (pages, 2, page_tokens, heads, dim): what shares a scale.
+_TOKENS_AND_DIM: Final = (2, 4)
 
 
 class DevicePool:
@@ -99,6 +102,28 @@ class DevicePool:
             )
         return self._scales[:, :, layer]
 
+    def write(
+        self, layer: int, ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """K and V (n, page_tokens, heads, dim) of one layer into n whole pages.
+
+        An fp8 pool packs them by the formula of kvtier.packing.fp8, one scale a page, head and K or
+        V, and raises NonFinite, writing nothing, for a number that is infinite or NaN. Tokens that
+        a page lacks yet must be zeros: they have no part in the scale then.
+        """
+        places = torch.tensor(ids, device=self.device)
+        if self._scales is None:
+            self.keys(layer)[places] = keys.to(self.form.dtype)
+            self.values(layer)[places] = values.to(self.form.dtype)
+            return
+        both = torch.stack((keys, values), dim=1).to(torch.float32)
+        if not bool(both.isfinite().all()):
+            raise self._non_finite(layer, ids, both)
+        codes, scales = quantized(both, _TOKENS_AND_DIM)
+        # As bytes: moves of fp8 are not there for every device.
+        self.kv[:, :, layer].view(torch.uint8)[places] = codes.view(torch.uint8)
+        self.scales(layer)[places] = scales.squeeze(-1).squeeze(2)
+
     def allocate(self, count: int) -> list[int]:
         """`count` pages with one reference and a new tag each. Raises PoolExhausted; all or none.
 
@@ -147,6 +172,14 @@ class DevicePool:
     def check(self) -> None:
         """free + held + draining = pages, counted anew. Raises PoolInconsistent."""
         self._account.check()
+
+    def _non_finite(self, layer: int, ids: Sequence[int], both: torch.Tensor) -> NonFinite:
+        where = both.isfinite().logical_not().nonzero()[0].tolist()
+        return NonFinite(
+            f"page {ids[where[0]]}, layer {layer}, {'KV'[where[1]]} of token {where[2]}, head "
+            f"{where[3]}: the number {float(both[tuple(where)])!r}",
+            remedy="abort the request; if it happens again, look for overflow in the model's KV",
+        )
 
     def _forget_tags(self, ids: Sequence[int]) -> None:
         self._known_tags[list(ids)] = NO_TAG

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvtier.client.device.pool import DevicePool
 
@@ -24,7 +26,7 @@ class PageTable:
         self.pool = pool
         self._ids: list[int] = []
         self._known: list[int] = []
-        self._pages, self._tags = _room(_ROOM_AT_FIRST, pool.device)
+        self._make_room(_ROOM_AT_FIRST)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -44,6 +46,16 @@ class PageTable:
         """int64 (n,) on the device: the tags that the pages had when they were appended."""
         return self._tags[: len(self._ids)]
 
+    @property
+    def pages_here(self) -> NDArray[np.int32]:
+        """`pages` as an ndarray, of a pool in host memory alone."""
+        return self._pages_np[: len(self._ids)]
+
+    @property
+    def tags_here(self) -> NDArray[np.int64]:
+        """`tags` as an ndarray, of a pool in host memory alone."""
+        return self._tags_np[: len(self._ids)]
+
     def append(self, ids: Sequence[int]) -> None:
         """Takes over one reference of each page (of `allocate` or `share`) and records its tag."""
         if not ids:
@@ -52,7 +64,7 @@ class PageTable:
         start, end = len(self._ids), len(self._ids) + len(ids)
         if end > len(self._pages):
             old_pages, old_tags = self.pages, self.tags
-            self._pages, self._tags = _room(2 * end, self.pool.device)
+            self._make_room(2 * end)
             self._pages[:start] = old_pages
             self._tags[:start] = old_tags
         self._pages[start:end] = torch.tensor(ids, dtype=torch.int32)
@@ -77,9 +89,10 @@ class PageTable:
         """
         return self.truncate(0)
 
-
-def _room(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        torch.zeros(count, dtype=torch.int32, device=device),
-        torch.zeros(count, dtype=torch.int64, device=device),
-    )
+    def _make_room(self, count: int) -> None:
+        device = self.pool.device
+        self._pages = torch.zeros(count, dtype=torch.int32, device=device)
+        self._tags = torch.zeros(count, dtype=torch.int64, device=device)
+        # The same memory, where the host can see it.
+        if device.type == "cpu":
+            self._pages_np, self._tags_np = self._pages.numpy(), self._tags.numpy()
