@@ -129,11 +129,11 @@ class Stepper:
         if self._tiers is None:
             return
         self._tiers.poll()
-        for sequence in self.scheduler.loaded():
-            assert sequence.loading is not None
-            result = sequence.loading.transfer.wait()
-            self._tiers.loaded(result)
-            sequence.take_loaded(result)
+        for sequence in list(self.scheduler.running):
+            result = sequence.loading.transfer.poll() if sequence.loading else None
+            if result is not None:
+                self._tiers.loaded(result)
+                sequence.take_loaded(result)
 
     def _prefill(self, plan: Prefill) -> None:
         sequence = plan.sequence

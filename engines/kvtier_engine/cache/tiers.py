@@ -78,9 +78,11 @@ class KvtierTiers:
 
     def poll(self) -> None:
         """Counts offloads that have ended."""
-        for transfer in [one for one in self._offloads if one.is_done]:
+        for transfer in list(self._offloads):
+            result = transfer.poll()
+            if result is None:
+                continue
             self._offloads.remove(transfer)
-            result = transfer.wait()
             for reason in result.reasons:
                 self.counts[f"offload_{reason.name.lower()}_pages"] += 1
             if {reason.name for reason in result.reasons} & {code.name for code in _AWAY}:

@@ -63,10 +63,6 @@ class Scheduler:
         self._was_prefill = isinstance(plan, Prefill)
         return plan
 
-    def loaded(self) -> list[Sequence]:
-        """Those whose load is done, to be taken up by `Sequence.take_loaded`."""
-        return [s for s in self.running if s.loading is not None and s.loading.transfer.is_done]
-
     def remove(self, sequence: Sequence) -> tuple[int, ...]:
         """Ends it, whatever it does. Pages under a copy stay with the pool until that is done.
         Returns pages of its table that are another's by now.
