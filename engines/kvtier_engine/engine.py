@@ -143,6 +143,10 @@ class Engine:
             self._thread = None
         self._end_all()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is there now. Advice: not all at one moment."""
         stepper = self._stepper

@@ -19,7 +19,7 @@ __all__ = [
     "require_extra",
 ]
 
-_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "jinja2")
+_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "jinja2", "h11")
 
 
 class ModelUnusable(KvtierError):

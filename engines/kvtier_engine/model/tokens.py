@@ -71,8 +71,9 @@ class Tokenizer:
         return str(self._raw.decode(list(ids), skip_special_tokens=True))
 
     def token_text(self, token: int) -> str:
-        """One token alone, special ones by their name."""
-        return str(self._raw.decode([token], skip_special_tokens=False))
+        """One token alone: special ones, and parts of a character, by their name."""
+        text = str(self._raw.decode([token], skip_special_tokens=False))
+        return str(self._raw.id_to_token(token)) if "\ufffd" in text else text
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a conversation whose next turn is the model's. Raises InvalidRequest."""
