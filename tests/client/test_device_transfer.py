@@ -50,6 +50,12 @@ def held(ns, stream):
     assert pool.occupancy.pinned == 0
 
 
+def test_nothing_to_move(transfer, ns):
+    assert transfer.offload([], []).reasons == ()
+    assert transfer.load([], []).reasons == ()
+    assert transfer.offload(ns.keys(range(3)), []).stored == 0
+
+
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_there_and_back(transfer, ns, count):
     pool = transfer.pool
@@ -315,7 +321,6 @@ def test_an_error_of_the_client_is_raised_where_the_caller_waits(daemon, layout)
         for call in (made.offload, made.load):
             with pytest.raises(kvtier.ClientClosed):
                 call(ns.keys(range(8)), ids)
-        assert made.start_load([], []) is not None
         with pytest.raises(kvtier.ClientClosed):
             made.start_load(ns.keys(range(8)), ids).wait(20)
     assert pool.occupancy.pinned == 0

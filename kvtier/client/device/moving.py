@@ -121,6 +121,8 @@ class Lane:
     def _offload_staged(self, order: OffloadOrder) -> OffloadResult:
         parts = self._parts(len(order.ids))
         result = OffloadResult(reasons=())
+        if not parts:
+            return result
         fence = self._read(order.ids[parts[0]], 0)
         try:
             for number, part in enumerate(parts):

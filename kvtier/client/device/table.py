@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.client.device.errors import PageNotHeld
-from kvtier.client.device.pool import NO_TAG, DevicePool
+from kvtier.client.device.pool import NO_TAG, DevicePool, on_device
 
 __all__ = ["PageTable"]
 
@@ -75,8 +75,9 @@ class PageTable:
             self._make_room(2 * end)
             self._pages[:start] = old_pages
             self._tags[:start] = old_tags
-        self._pages[start:end] = torch.tensor(ids, dtype=torch.int32)
-        self._tags[start:end] = torch.tensor(tags, dtype=torch.int64)
+        device = self.pool.device
+        self._pages[start:end] = on_device(ids, torch.int32, device)
+        self._tags[start:end] = on_device(tags, torch.int64, device)
         self._ids += ids
         self._known += tags
 

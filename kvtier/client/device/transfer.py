@@ -221,13 +221,20 @@ class _Queue:
                 refused: Future[R] = Future()
                 refused.set_result(all_came_to(GetCode.BUSY))
                 return refused
-            future = self._executor.submit(work)
-        future.add_done_callback(lambda _: self._ended(pinned))
+            future = self._executor.submit(self._done, work)
+        future.add_done_callback(lambda ended: self._dropped(ended, pinned))
         return future
 
-    def _ended(self, pinned: Pinned) -> None:
-        self._room.release()
-        pinned.release_all()  # of one that was dropped before it began
+    def _done(self, work: Callable[[], R]) -> R:
+        try:
+            return work()
+        finally:
+            self._room.release()  # before anybody hears that it is done
+
+    def _dropped(self, ended: Future[R], pinned: Pinned) -> None:
+        if ended.cancelled():
+            self._room.release()
+            pinned.release_all()
 
 
 def _chained(keys: Sequence[bytes], options: PutArguments) -> Sequence[bytes]:
