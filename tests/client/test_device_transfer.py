@@ -179,6 +179,24 @@ def test_freed_while_it_is_written_a_page_is_given_to_nobody(ns, held, stream):
     assert torch.equal(pool.kv[ours], fresh)
 
 
+def test_staging_memory_is_not_used_anew_before_its_copy_is_done(ns, layout, stream):
+    """Three parts, two halves: the third part waits for the copy of the first."""
+    pool = DevicePool(layout, 9)
+    size = 2 * 3 * layout.raw_bytes
+    keys = ns.keys(range(36))
+    pages = random_rows(pool, 9, 12)
+    assert ns.put(keys, pages).stored == 9
+    with PageTransfer(pool, ns, stream=stream, deadline=20, staging_bytes_max=size) as made:
+        ids = pool.allocate(9)
+        under_way = made.start_load(keys, ids)
+        stream.wait_for_copies(2)
+        with pytest.raises(TimeoutError):  # never a third one; a wrong one comes at once
+            stream.wait_for_copies(3, timeout_s=0.2)
+        stream.let_go()
+        assert under_way.wait(20).hits == 9
+    assert torch.equal(pool.kv[ids], pages)
+
+
 def test_a_load_waits_for_those_who_read_the_page_before(ns, held, stream):
     """Kernels that are queued still read what was in the page; until they end nothing is written,
     and past the deadline nothing at all.
