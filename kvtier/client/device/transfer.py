@@ -72,10 +72,15 @@ class PageTransfer:
         self.pool = pool
         self.namespace = namespace
         self._deadline_s = deadline
-        self._stream = stream or stream_for(pool.device)
         self._offloads, self._loads = (
             _Queue(
-                Lane(pool, namespace, self._stream, staging_bytes_max=staging_bytes_max),
+                # A stream each: a GPU copies in both directions at once.
+                Lane(
+                    pool,
+                    namespace,
+                    stream or stream_for(pool.device),
+                    staging_bytes_max=staging_bytes_max,
+                ),
                 name,
                 queue_transfers_max,
             )
@@ -124,7 +129,7 @@ class PageTransfer:
         order = OffloadOrder(
             keys=_chained(keys, options),
             ids=tuple(ids),
-            after=self._stream.mark(),
+            after=self._offloads.lane.mark(),
             deadline=deadline,
             options=options,
             pinned=Pinned(self.pool, ids),
@@ -146,7 +151,7 @@ class PageTransfer:
             deadline=self._begun(keys, ids, options.get("deadline")),
             keys=checked_keys(keys),
             ids=tuple(ids),
-            after=self._stream.mark(),
+            after=self._loads.lane.mark(),
             options=options,
             pinned=Pinned(self.pool, ids),
         )
