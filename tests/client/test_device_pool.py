@@ -171,6 +171,16 @@ def test_a_table_holds_its_pages_and_gives_them_back(layout, device):
     assert len(table.pages) == 1
 
 
+def test_a_table_takes_no_page_that_is_free(layout):
+    pool = DevicePool(layout, 3)
+    ids = pool.allocate(2)
+    pool.free(ids[:1])
+    table = PageTable(pool)
+    with pytest.raises(PageNotHeld, match=f"page {ids[0]} is free"):
+        table.append(ids)
+    assert (len(table), pool.references(ids[1])) == (0, 1)
+
+
 def test_a_table_does_not_free_what_belongs_to_another_by_now(layout):
     pool = DevicePool(layout, 3)
     table = PageTable(pool)

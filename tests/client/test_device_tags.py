@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvtier.client.device import DevicePool, NoopTracker, PageTable, TagTracker
+from kvtier.client.device.tags import verify_on_device
 from tests.client.device_rig import DEVICES, table_of
 
 
@@ -78,8 +79,11 @@ def test_a_planted_fault_is_found_for_that_request_alone(pool, fault, victim):
     tables = [table_of(pool, pages) for pages in (3, 5, 2, 4, 3)]
     tracker = TagTracker(pool)
     assert tracker.verify(tables).tolist() == [True] * 5
+    assert verify_on_device(pool.edged_tags, tables).tolist() == [True] * 5
     fault(pool, tables, victim)
-    assert tracker.verify(tables).tolist() == [number != victim for number in range(5)]
+    sound = [number != victim for number in range(5)]
+    assert tracker.verify(tables).tolist() == sound
+    assert verify_on_device(pool.edged_tags, tables).tolist() == sound
     assert NoopTracker().verify(tables).tolist() == [True] * 5
 
 
@@ -117,7 +121,9 @@ def test_empty_tables_and_batches(pool):
     assert tracker.verify([]).tolist() == []
     assert tracker.verify([empty]).tolist() == [True]
     assert tracker.verify([empty, full, empty]).tolist() == [True, True, True]
+    assert verify_on_device(pool.edged_tags, [empty, full, empty]).tolist() == [True] * 3
     full.pages[1] = full.pages[0].clone()
+    assert verify_on_device(pool.edged_tags, [empty, full, empty]).tolist() == [True, False, True]
     assert tracker.verify([empty, full, empty]).tolist() == [True, False, True]
     assert NoopTracker().verify([]).tolist() == []
 

@@ -1,5 +1,14 @@
 """The engine's side of the device tier: paged KV with tags, and its way to the service and back.
 
+    pool = DevicePool(ns.layout, 1024, "cuda")
+    table, tracker = PageTable(pool), TagTracker(pool)
+    table.append(pool.allocate(len(keys)))
+    with PageTransfer(pool, ns) as transfer:
+        got = transfer.load(keys, table.ids)            # got.failed are to be computed
+        sound = tracker.verify([table])                 # before each decode step
+        under_way = transfer.start_offload(keys, table.ids)
+        table.release()                                 # given to others when it has been read
+
 Needs torch, which nothing else of the client does; without it importing this raises MissingExtra.
 """
 

@@ -94,7 +94,15 @@ class Lane:
         self._namespace = namespace
         self._stream = stream
         self._pages = min(pool.pages, max(1, staging_bytes_max // _HALVES // pool.form.nbytes))
-        self._staging: torch.Tensor | None = None
+        if not stream.is_direct:
+            # Now: page-locking takes longer than a transfer may.
+            shape = (_HALVES, self._pages, pool.form.nbytes)
+            is_cuda = pool.device.type == "cuda"
+            self._staging = torch.zeros(shape, dtype=torch.uint8, pin_memory=is_cuda)
+
+    def mark(self) -> Fence:
+        """See CopyStream.mark."""
+        return self._stream.mark()
 
     def offload(self, order: OffloadOrder) -> OffloadResult:
         """Puts the pages. Raises what the client raises."""
@@ -121,6 +129,8 @@ class Lane:
     def _offload_staged(self, order: OffloadOrder) -> OffloadResult:
         parts = self._parts(len(order.ids))
         result = OffloadResult(reasons=())
+        if not parts:
+            return result
         fence = self._read(order.ids[parts[0]], 0)
         try:
             for number, part in enumerate(parts):
@@ -218,9 +228,4 @@ class Lane:
         return [slice(at, min(at + self._pages, count)) for at in range(0, count, self._pages)]
 
     def _half(self, number: int) -> torch.Tensor:
-        if self._staging is None:
-            shape = (_HALVES, self._pages, self._pool.form.nbytes)
-            self._staging = torch.empty(
-                shape, dtype=torch.uint8, pin_memory=self._pool.device.type == "cuda"
-            )
         return self._staging[number % _HALVES]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from kvtier.errors import LayoutError, NonFinite
 from kvtier.packing.fp8_torch import quantized
 from kvtier.packing.layout import Layout
 
-__all__ = ["NO_TAG", "DevicePool"]
+__all__ = ["NO_TAG", "DevicePool", "on_device"]
 
 #: Every tag of the process comes from here, whatever the pool; `next` is one step for the threads.
 _TAGS: Final = itertools.count(1)
@@ -32,6 +32,14 @@ _TAGS: Final = itertools.count(1)
 NO_TAG: Final = 0
 #: Of (pages, 2, page_tokens, heads, dim): what shares a scale.
 _TOKENS_AND_DIM: Final = (2, 4)
+
+
+def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of these numbers. A GPU copies them when its stream comes to it, and the host does
+    not wait for what is queued before.
+    """
+    is_cuda = device.type == "cuda"
+    return torch.tensor(numbers, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
 
 
 class DevicePool:
@@ -111,7 +119,7 @@ class DevicePool:
         V, and raises NonFinite, writing nothing, for a number that is infinite or NaN. Tokens that
         a page lacks yet must be zeros: they have no part in the scale then.
         """
-        places = torch.tensor(ids, device=self.device)
+        places = on_device(ids, torch.int64, self.device)
         if self._scales is None:
             self.keys(layer)[places] = keys.to(self.form.dtype)
             self.values(layer)[places] = values.to(self.form.dtype)
@@ -133,8 +141,8 @@ class DevicePool:
         if ids:
             tags = np.fromiter(itertools.islice(_TAGS, count), np.int64, count)
             self._known_tags[ids] = tags
-            places = torch.tensor(ids, device=self.device)
-            self.tags[places] = torch.from_numpy(tags).to(self.device)
+            both = on_device([ids, tags.tolist()], torch.int64, self.device)
+            self.tags[both[0]] = both[1]
         return ids
 
     def share(self, ids: Sequence[int]) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtier.client.device.pool import DevicePool
+from kvtier.client.device.errors import PageNotHeld
+from kvtier.client.device.pool import NO_TAG, DevicePool, on_device
 
 __all__ = ["PageTable"]
 
@@ -57,18 +58,26 @@ class PageTable:
         return self._tags_np[: len(self._ids)]
 
     def append(self, ids: Sequence[int]) -> None:
-        """Takes over one reference of each page (of `allocate` or `share`) and records its tag."""
+        """Takes over one reference of each page (of `allocate` or `share`) and records its tag.
+        Raises PageNotHeld for a page that is free.
+        """
         if not ids:
             return
         tags = self.pool.known_tags(ids)
+        if NO_TAG in tags:
+            raise PageNotHeld(
+                f"append: page {ids[tags.index(NO_TAG)]} is free",
+                remedy="append what `allocate` gave, or `share` a page that is held",
+            )
         start, end = len(self._ids), len(self._ids) + len(ids)
         if end > len(self._pages):
             old_pages, old_tags = self.pages, self.tags
             self._make_room(2 * end)
             self._pages[:start] = old_pages
             self._tags[:start] = old_tags
-        self._pages[start:end] = torch.tensor(ids, dtype=torch.int32)
-        self._tags[start:end] = torch.tensor(tags, dtype=torch.int64)
+        device = self.pool.device
+        self._pages[start:end] = on_device(ids, torch.int32, device)
+        self._tags[start:end] = on_device(tags, torch.int64, device)
         self._ids += ids
         self._known += tags
 

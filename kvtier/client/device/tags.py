@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtier.client.device.pool import DevicePool
+from kvtier.client.device.pool import DevicePool, on_device
 from kvtier.client.device.table import PageTable
 
-__all__ = ["NoopTracker", "TagTracker", "Tracker"]
+__all__ = ["NoopTracker", "TagTracker", "Tracker", "verify_on_device"]
 
 
 class Tracker(Protocol):
@@ -49,7 +49,6 @@ class TagTracker:
 
     def __init__(self, pool: DevicePool) -> None:
         self._tags = pool.edged_tags
-        self._last = pool.pages
         # Of a pool in host memory numpy asks for less than the start of one torch operation.
         self._here = pool.edged_tags.numpy() if pool.device.type == "cpu" else None
 
@@ -61,18 +60,26 @@ class TagTracker:
             return torch.ones(0, dtype=torch.bool, device=self._tags.device)
         if self._here is not None:
             return torch.from_numpy(_verify_here(self._here, tables))
-        pages = torch.cat([table.pages for table in tables])
-        recorded = torch.cat([table.tags for table in tables])
-        present = self._tags.index_select(0, pages.clamp_(-1, self._last).add_(1))
-        wrong = torch.zeros(len(pages) + 1, dtype=torch.int32, device=self._tags.device)
-        torch.cumsum(present != recorded, 0, dtype=torch.int32, out=wrong[1:])
-        ends = torch.tensor(
-            [0, *accumulate(len(table) for table in tables)], device=self._tags.device
-        )
-        return wrong.index_select(0, ends).diff() == 0
+        return verify_on_device(self._tags, tables)
+
+
+def verify_on_device(edged_tags: torch.Tensor, tables: Sequence[PageTable]) -> torch.Tensor:
+    """TagTracker.verify by torch, for any device: `edged_tags` are the pool's, and there is a table
+    at least. Nothing waits for the device.
+    """
+    device = edged_tags.device
+    pages = torch.cat([table.pages for table in tables])
+    recorded = torch.cat([table.tags for table in tables])
+    places = pages.clamp_(-1, len(edged_tags) - 2).add_(1)
+    present = edged_tags.index_select(0, places)
+    wrong = torch.zeros(len(pages) + 1, dtype=torch.int32, device=device)
+    torch.cumsum(present != recorded, 0, dtype=torch.int32, out=wrong[1:])
+    ends = on_device([0, *accumulate(map(len, tables))], torch.int64, device)
+    return wrong.index_select(0, ends).diff() == 0
 
 
 def _verify_here(edged_tags: NDArray[np.int64], tables: Sequence[PageTable]) -> NDArray[np.bool_]:
+    """The same of a pool in host memory."""
     pages = np.concatenate([table.pages_here for table in tables])
     recorded = np.concatenate([table.tags_here for table in tables])
     wrong = edged_tags.take(pages + 1, mode="clip") != recorded

@@ -72,10 +72,15 @@ class PageTransfer:
         self.pool = pool
         self.namespace = namespace
         self._deadline_s = deadline
-        self._stream = stream or stream_for(pool.device)
         self._offloads, self._loads = (
             _Queue(
-                Lane(pool, namespace, self._stream, staging_bytes_max=staging_bytes_max),
+                # A stream each: a GPU copies in both directions at once.
+                Lane(
+                    pool,
+                    namespace,
+                    stream or stream_for(pool.device),
+                    staging_bytes_max=staging_bytes_max,
+                ),
                 name,
                 queue_transfers_max,
             )
@@ -124,7 +129,7 @@ class PageTransfer:
         order = OffloadOrder(
             keys=_chained(keys, options),
             ids=tuple(ids),
-            after=self._stream.mark(),
+            after=self._offloads.lane.mark(),
             deadline=deadline,
             options=options,
             pinned=Pinned(self.pool, ids),
@@ -146,7 +151,7 @@ class PageTransfer:
             deadline=self._begun(keys, ids, options.get("deadline")),
             keys=checked_keys(keys),
             ids=tuple(ids),
-            after=self._stream.mark(),
+            after=self._loads.lane.mark(),
             options=options,
             pinned=Pinned(self.pool, ids),
         )
@@ -221,13 +226,20 @@ class _Queue:
                 refused: Future[R] = Future()
                 refused.set_result(all_came_to(GetCode.BUSY))
                 return refused
-            future = self._executor.submit(work)
-        future.add_done_callback(lambda _: self._ended(pinned))
+            future = self._executor.submit(self._done, work)
+        future.add_done_callback(lambda ended: self._dropped(ended, pinned))
         return future
 
-    def _ended(self, pinned: Pinned) -> None:
-        self._room.release()
-        pinned.release_all()  # of one that was dropped before it began
+    def _done(self, work: Callable[[], R]) -> R:
+        try:
+            return work()
+        finally:
+            self._room.release()  # before anybody hears that it is done
+
+    def _dropped(self, ended: Future[R], pinned: Pinned) -> None:
+        if ended.cancelled():
+            self._room.release()
+            pinned.release_all()
 
 
 def _chained(keys: Sequence[bytes], options: PutArguments) -> Sequence[bytes]:
