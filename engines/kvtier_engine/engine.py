@@ -16,6 +16,7 @@ from collections import Counter, deque
 from types import TracebackType
 
 from kvtier.client.device import DevicePool
+from kvtier.errors import LayoutError
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.errors import EngineClosed, InvalidRequest, QueueFull
 from kvtier_engine.handle import Handle, Sink
@@ -23,7 +24,7 @@ from kvtier_engine.model.load import LoadedModel
 from kvtier_engine.schedule.output import Output
 from kvtier_engine.schedule.request import Request
 from kvtier_engine.schedule.sequence import Sequence
-from kvtier_engine.settings import EngineSettings
+from kvtier_engine.settings import EngineSettings, layout_of
 from kvtier_engine.stepper import Job, Stepper
 
 __all__ = ["Engine"]
@@ -33,7 +34,9 @@ _LOAD_WAIT_S = 0.002
 
 
 class Engine:
-    """Over `pool`, whose layout is `layout_of(model)`. Owns neither pool nor tiers."""
+    """Over `pool`, whose layout is `layout_of(model)` (else LayoutError). Owns neither pool nor
+    tiers, which are closed after it.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,12 @@ class Engine:
         tiers: KvtierTiers | None = None,
         settings: EngineSettings | None = None,
     ) -> None:
+        difference = pool.layout.difference(layout_of(model, page_tokens=pool.layout.page_tokens))
+        if difference is not None:
+            raise LayoutError(
+                f"the pool's layout is not that of this model: {difference}",
+                remedy="make the pool with layout_of(model, page_tokens=...)",
+            )
         self.model = model
         self.pool = pool
         self.settings = settings = settings or EngineSettings()

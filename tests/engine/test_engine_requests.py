@@ -8,7 +8,9 @@ import threading
 import pytest
 import torch
 
-from kvtier.errors import DeadlineExceeded
+from kvtier.client.device import DevicePool
+from kvtier.errors import DeadlineExceeded, LayoutError
+from kvtier_engine.engine import Engine
 from kvtier_engine.errors import (
     EngineClosed,
     EngineInconsistent,
@@ -20,6 +22,7 @@ from kvtier_engine.errors import (
 from kvtier_engine.handle import Outcome
 from kvtier_engine.model.load import LoadedModel
 from kvtier_engine.schedule.request import Completion, Delta, EndReason, Request, Sampling
+from kvtier_engine.settings import layout_of
 from tests.engine.dense import Dense
 from tests.engine.engine_rig import (
     PAGE_TOKENS,
@@ -276,3 +279,12 @@ def test_check_idle_sees_a_page_that_nobody_gave_back(model: LoadedModel) -> Non
         engine.check_idle()
     engine.pool.free([page])
     engine.check_idle()
+
+
+def test_a_pool_of_another_model_is_refused(model: LoadedModel) -> None:
+    pool = engine_of(model).pool
+    with pytest.raises(LayoutError, match="weights_revision"):
+        Engine(dataclasses.replace(model, revision="another"), pool)
+    half = DevicePool(layout_of(tiny_model(torch.bfloat16), page_tokens=PAGE_TOKENS), 4)
+    with pytest.raises(LayoutError):
+        Engine(model, half)

@@ -91,6 +91,11 @@ def test_a_new_engine_finds_in_host_memory_what_another_computed(
         assert engine.stats()["cached_host_tokens"] == sum(CACHED)
         with engine_on(model, kv, chunk_pages=2) as engine:
             done = answers(engine, REQUESTS)
+            # All three tiers are in one picture.
+            until = time.monotonic() + 20
+            while not kv.status().pools:
+                assert time.monotonic() < until, "the pool never appears"
+                time.sleep(0.01)
         assert [one.cached.host for one in done] == [0, 0, 0, 0, 16, 32, 96]
 
 

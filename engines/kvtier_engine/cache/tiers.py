@@ -16,7 +16,14 @@ from typing import Final
 import kvtier
 from kvtier import GetCode
 from kvtier.client import Connection, Namespace
-from kvtier.client.device import DevicePool, LoadResult, OffloadResult, PageTransfer, Transfer
+from kvtier.client.device import (
+    DevicePool,
+    LoadResult,
+    OffloadResult,
+    PageTransfer,
+    PoolReporter,
+    Transfer,
+)
 from kvtier_engine.schedule.request import Request
 
 __all__ = ["KvtierTiers"]
@@ -40,6 +47,8 @@ class KvtierTiers:
     ) -> None:
         self._namespace = connection.namespace(pool.layout, tenant=tenant)
         self._transfer = PageTransfer(pool, self._namespace, deadline=deadline_seconds)
+        # So that the daemon's status shows the device tier beside its own.
+        self._reporter = PoolReporter(connection, pool, fingerprint=self._namespace.fingerprint)
         self._retry_seconds = retry_seconds
         self._ask_again = 0.0
         self._offloads: list[Transfer[OffloadResult]] = []
@@ -106,6 +115,7 @@ class KvtierTiers:
 
     def close(self) -> None:
         """Drops what has not begun; waits for what has, which keeps to its deadline."""
+        self._reporter.close()
         self._transfer.close()
         self.poll()
 
