@@ -63,6 +63,19 @@ def test_answers_are_those_of_the_network_alone(
     assert engine.stats()["decode_passes"] < 12 * len(PROMPTS)  # they shared passes
 
 
+def test_what_lay_in_the_pages_before_does_not_matter(
+    model: LoadedModel, alone: list[tuple[int, ...]]
+) -> None:
+    engine = engine_of(model, pages=33)
+    (first,) = engine.pool.allocate(1)  # the page of another, which tables are not filled up with
+    engine.pool.kv.fill_(torch.nan)
+    handles = [engine.submit(greedy(prompt, 12)) for prompt in PROMPTS]
+    engine.run_until_idle()
+    assert [handle.result(0).tokens for handle in handles] == alone
+    engine.pool.free([first])
+    engine.check_idle()
+
+
 def test_chunks_of_several_pages_hit_whole_chunks_alone(
     model: LoadedModel, alone: list[tuple[int, ...]]
 ) -> None:
