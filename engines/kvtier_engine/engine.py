@@ -12,7 +12,7 @@ while anything is computed.
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from types import TracebackType
 
 from kvtier.client.device import DevicePool
@@ -159,9 +159,9 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is there now. Advice: not all at one moment."""
         stepper = self._stepper
-        counts = Counter(stepper.counts)
-        counts.update(stepper.scheduler.counts)
-        counts.update(self._tiers.counts if self._tiers else {})
+        # Copied whole, each in one step: the engine's thread adds names meanwhile.
+        counts = dict(stepper.counts) | dict(stepper.scheduler.counts)
+        counts |= dict(self._tiers.counts) if self._tiers else {}
         with self._wake:
             counts["requests_refused"] = self._refused
             counts["requests_waiting"] = self._waiting
@@ -169,7 +169,7 @@ class Engine:
         counts["pages"] = self.pool.pages
         counts["pages_free"] = self.pool.free_pages
         counts["pages_cached"] = stepper.radix.pages
-        return dict(counts)
+        return counts
 
     def check_idle(self) -> None:
         """Without requests: every page is free, or held by the prefix tree alone.

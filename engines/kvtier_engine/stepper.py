@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from kvtier.client.device import DevicePool, NoopTracker, TagTracker, Tracker
-from kvtier.errors import DeadlineExceeded, KvtierError
+from kvtier.errors import KvtierError
 from kvtier_engine.attention.choice import attention_for
 from kvtier_engine.cache.radix import RadixCache
 from kvtier_engine.cache.tiers import KvtierTiers
@@ -105,7 +105,7 @@ class Stepper:
         """Until a load that somebody waits for is done, or that long."""
         for sequence in self.scheduler.running:
             if sequence.loading is not None:
-                with contextlib.suppress(DeadlineExceeded):
+                with contextlib.suppress(KvtierError):  # the next step takes up how it ended
                     sequence.loading.transfer.wait(seconds)
                 return
         time.sleep(seconds if self.scheduler.waiting else 0.0)
@@ -130,9 +130,11 @@ class Stepper:
             return
         self._tiers.poll()
         for sequence in list(self.scheduler.running):
-            result = sequence.loading.transfer.poll() if sequence.loading else None
+            loading = sequence.loading
+            if loading is None:
+                continue
+            result = self._tiers.loaded(loading.transfer, len(loading.places))
             if result is not None:
-                self._tiers.loaded(result)
                 sequence.take_loaded(result)
 
     def _prefill(self, plan: Prefill) -> None:

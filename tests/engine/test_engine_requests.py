@@ -96,6 +96,23 @@ def test_a_pool_too_small_for_all_preempts_and_answers_the_same(
     assert engine.stats()["evicted_pages"] > 0
 
 
+def test_room_is_never_made_with_the_pages_that_were_just_found(model: LoadedModel) -> None:
+    """The new prompt ends within a node that nobody else keeps, and needs more than there is."""
+    engine = engine_of(model, pages=14)
+    prompt = prompt_of(80, seed=3)
+    answers(engine, [greedy(prompt, 1)])
+    # Held by somebody, so that evicting them from the tree makes no room.
+    held = engine._stepper.radix.check()[4:]
+    engine.pool.share(held)
+    handle = engine.submit(greedy((*prompt[:16], *prompt_of(30, seed=4)), 1))
+    for _ in range(3):
+        engine.step()
+    engine.pool.free(held)
+    engine.run_until_idle()
+    assert len(handle.result(0).tokens) == 1
+    engine.check_idle()
+
+
 def test_running_requests_are_bounded(model: LoadedModel) -> None:
     engine = engine_of(model, running_requests_max=2)
     handles = [engine.submit(greedy(prompt)) for prompt in PROMPTS]

@@ -178,6 +178,19 @@ def test_a_daemon_that_was_never_there(
         assert engine.stats()["load_unavailable_pages"] > 0
 
 
+def test_a_connection_that_is_closed_under_the_engine(
+    model: LoadedModel, cold: list[tuple[int, ...]], daemon: DaemonProcess
+) -> None:
+    kv = kvtier.connect(daemon.url)
+    with engine_on(model, kv) as engine:
+        first = engine.submit(REQUESTS[-1])
+        engine.step()
+        kv.close()
+        assert told(engine) == cold
+        assert first.result(0).tokens == cold[-1]
+        assert engine.stats()["transfers_broken"] > 0
+
+
 def test_a_request_is_given_up_while_its_pages_are_loaded(
     model: LoadedModel, cold: list[tuple[int, ...]], daemon: DaemonProcess
 ) -> None:

@@ -24,6 +24,7 @@ from kvtier.client.device import (
     PoolReporter,
     Transfer,
 )
+from kvtier.errors import KvtierError
 from kvtier_engine.schedule.request import Request
 
 __all__ = ["KvtierTiers"]
@@ -69,26 +70,46 @@ class KvtierTiers:
         if time.monotonic() < self._ask_again:
             self.counts["loads_skipped"] += 1
             return None
-        return self._transfer.start_load(keys, ids, session=request.session)
+        try:
+            return self._transfer.start_load(keys, ids, session=request.session)
+        except kvtier.ClientClosed as error:
+            self._broken(error)
+            return None
 
-    def loaded(self, result: LoadResult) -> None:
-        """Counts what a load came to."""
-        for reason in result.reasons:
-            self.counts[f"load_{reason.name.lower()}_pages"] += 1
-        if _AWAY.intersection(result.reasons):
-            self._be_away()
+    def loaded(self, transfer: Transfer[LoadResult], pages: int) -> LoadResult | None:
+        """What a load of `pages` pages came to, None while it goes on."""
+        try:
+            result = transfer.poll()
+        except KvtierError as error:
+            self._broken(error)
+            result = LoadResult.of_all(pages, GetCode.UNAVAILABLE)
+        if result is not None:
+            for reason in result.reasons:
+                self.counts[f"load_{reason.name.lower()}_pages"] += 1
+            if _AWAY.intersection(result.reasons):
+                self._be_away()
+        return result
 
     def offload(self, keys: Sequence[bytes], ids: Sequence[int], request: Request) -> None:
         """Stores pages, in the background; they must not be written to any more."""
         if not keys or time.monotonic() < self._ask_again:
             self.counts["offload_skipped_pages"] += len(keys)
             return
-        self._offloads.append(self._transfer.start_offload(keys, ids, session=request.session))
+        try:
+            started = self._transfer.start_offload(keys, ids, session=request.session)
+        except kvtier.ClientClosed as error:
+            self._broken(error)
+            return
+        self._offloads.append(started)
 
     def poll(self) -> None:
         """Counts offloads that have ended."""
         for transfer in list(self._offloads):
-            result = transfer.poll()
+            try:
+                result = transfer.poll()
+            except KvtierError as error:
+                self._broken(error)
+                result = OffloadResult(reasons=())
             if result is None:
                 continue
             self._offloads.remove(transfer)
@@ -118,6 +139,12 @@ class KvtierTiers:
         self._reporter.close()
         self._transfer.close()
         self.poll()
+
+    def _broken(self, error: KvtierError) -> None:
+        """The connection is closed, or does not fit any more: prompts are computed from then on."""
+        self.counts["transfers_broken"] += 1
+        log.warning("engine.tiers_broken", extra={"error": str(error)})
+        self._be_away()
 
     def _be_away(self) -> None:
         now = time.monotonic()

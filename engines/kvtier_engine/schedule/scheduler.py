@@ -143,10 +143,12 @@ class Scheduler:
         found -= found % sequence.chunk_pages
         match = self._radix.match(tokens[: found * size])
         lock = self._radix.lock(match)
+        # Taken before room is made: a page in the middle of a node is not kept by the lock.
+        self._pool.share(match.pages)
         if not self._make_room(pages - found):
+            self._pool.free(match.pages)
             lock.release()
             return False
-        self._pool.share(match.pages)
         sequence.lock = lock
         sequence.table.append(match.pages)
         sequence.table.append(self._pool.allocate(pages - found))
