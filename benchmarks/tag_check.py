@@ -25,9 +25,12 @@ import torch
 
 import kvtier
 from benchmarks.common import attach, daemon, in_turn, wait_populated
+from benchmarks.local import came_by, grown
+from benchmarks.local_put import went_by
 from benchmarks.memory import Pieces
 from benchmarks.plan import Measured, Plan, finish, parser_of, progress
 from benchmarks.rows import Missing, Row
+from kvtier.client import Connection
 from kvtier.client.device import DevicePool, NoopTracker, PageTable, PageTransfer, TagTracker
 from kvtier.client.device.tags import Tracker
 
@@ -99,8 +102,14 @@ def checks(plan: Plan, device: str) -> Iterator[Measured]:
 class Moves:
     """A full pool, keys for its pages, and calls that move it."""
 
-    def __init__(self, transfer: PageTransfer, pieces: Pieces, seed: int) -> None:
+    def __init__(
+        self, transfer: PageTransfer, kv: Connection, pieces: Pieces, *, seed: int, kernels: str
+    ) -> None:
         self._transfer = transfer
+        self._kv = kv
+        self._kernels = kernels
+        self._stored = 0
+        self._before = kv.local
         self._pool = pool = transfer.pool
         self._pieces = pieces
         ids = pool.allocate(pool.pages)
@@ -122,6 +131,7 @@ class Moves:
         for keys, ids in self._calls:
             put = self._transfer.offload(keys, ids)
             assert set(put.reasons) == {kvtier.PutCode.STORED}, put
+            self._stored += put.stored
         return self.moved / (time.perf_counter() - began)
 
     def load(self) -> float:
@@ -136,6 +146,13 @@ class Moves:
             self._pool.rows.cpu(), torch.from_numpy(self._pieces.pages[: self._pool.pages])
         )
         return self.moved / took
+
+    def note(self, what: str) -> str:
+        """By which way the pages went."""
+        now = self._kv.local
+        if what == "load":
+            return came_by(grown(self._before.counts, now.counts), self._kernels)
+        return went_by(grown(self._before.puts, now.puts), self._stored, now.not_writing)
 
     def memmove(self) -> float:
         """GB/s."""
@@ -153,10 +170,10 @@ def moves(plan: Plan, device: str) -> Iterator[Moves]:
     ):
         pool = DevicePool(page_layout, pages, device)
         namespace = kv.namespace(page_layout, tenant="bench")
-        attach(kv)
+        kernels = attach(kv)
         wait_populated(kv, ARENA_BYTES)
         with PageTransfer(pool, namespace, deadline=60) as transfer:
-            yield Moves(transfer, pieces, plan.seed)
+            yield Moves(transfer, kv, pieces, seed=plan.seed, kernels=kernels)
 
 
 def transfers(plan: Plan, device: str) -> Iterator[Measured]:
@@ -174,6 +191,7 @@ def transfers(plan: Plan, device: str) -> Iterator[Measured]:
                 pairs,
                 "GB/s",
                 "memmove of the same pieces",
+                note=made.note(what),
             )
 
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 import kvtier
-from kvtier.client.device import DevicePool, PageNotHeld, PageTable, PoolExhausted, fp8_layout
+from kvtier.client.device import (
+    DevicePool,
+    PageNotHeld,
+    PageTable,
+    PoolExhausted,
+    PoolInconsistent,
+    fp8_layout,
+)
 from tests.client.device_rig import DEVICES, fill
 from tests.client.local_rig import opaque, two_segments
 
@@ -119,6 +126,24 @@ def test_a_page_under_copy_is_given_to_nobody_before_the_copy_is_done(layout):
     pool.unpin(ids[:1])
     assert pool.allocate(1) == ids[:1]
     pool.check()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda account: account._free.append(account._free[0]),
+        lambda account: account._free.pop(),
+        lambda account: account._references.__setitem__(0, 1),
+        lambda account: account._pins.__setitem__(0, 1),
+    ],
+    ids=["free twice", "lost", "held and free", "pinned and free"],
+)
+def test_accounts_that_do_not_add_up_are_seen(layout, damage):
+    pool = DevicePool(layout, 4)
+    pool.check()
+    damage(pool._account)
+    with pytest.raises(PoolInconsistent):
+        pool.check()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -45,6 +45,7 @@ class PageAccount:
         # The last one freed goes out first: its bytes may still be in a cache.
         self._free = list(range(pages - 1, -1, -1))
         self._draining = 0
+        self._pinned = 0
 
     def allocate(self, count: int) -> list[int]:
         """`count` free pages, each with one reference. Raises PoolExhausted, LimitExceeded."""
@@ -88,6 +89,7 @@ class PageAccount:
         with self._lock:
             self._check_held(ids, "pin")
             for page in ids:
+                self._pinned += not self._pins[page]
                 self._pins[page] += 1
 
     def unpin(self, ids: Sequence[int]) -> None:
@@ -96,6 +98,7 @@ class PageAccount:
             self._check_counts(ids, self._pins, "unpin")
             for page in ids:
                 self._pins[page] -= 1
+                self._pinned -= not self._pins[page]
             self._drain(
                 [
                     page
@@ -110,7 +113,13 @@ class PageAccount:
             return self._references[page]
 
     @property
+    def free_pages(self) -> int:
+        with self._lock:
+            return len(self._free)
+
+    @property
     def occupancy(self) -> Occupancy:
+        """What the running counts say; `check` counts anew."""
         with self._lock:
             return self._occupancy()
 
@@ -118,7 +127,9 @@ class PageAccount:
         """Counts everything anew. Raises PoolInconsistent naming the first difference."""
         with self._lock:
             free = set(self._free)
-            counts = self._occupancy()
+            kept, counted = self._occupancy(), self._counted()
+            if kept != counted:
+                raise _inconsistent(f"{kept}, and counted anew {counted}")
             for page, (references, pins) in enumerate(
                 zip(self._references, self._pins, strict=True)
             ):
@@ -129,16 +140,27 @@ class PageAccount:
                     )
             if len(free) != len(self._free):
                 raise _inconsistent("a page is free twice")
-            if counts.free + counts.held + counts.draining != counts.pages:
-                raise _inconsistent(f"the parts do not make the whole: {counts}")
 
     def _occupancy(self) -> Occupancy:
         pages, free = len(self._references), len(self._free)
         return Occupancy(
             pages=pages,
             free=free,
-            held=sum(map(bool, self._references)),
+            held=pages - free - self._draining,
             draining=self._draining,
+            pinned=self._pinned,
+        )
+
+    def _counted(self) -> Occupancy:
+        draining = [
+            pins and not references
+            for references, pins in zip(self._references, self._pins, strict=True)
+        ]
+        return Occupancy(
+            pages=len(self._references),
+            free=len(self._free),
+            held=sum(map(bool, self._references)),
+            draining=sum(map(bool, draining)),
             pinned=sum(map(bool, self._pins)),
         )
 

@@ -85,7 +85,7 @@ class DevicePool:
     @property
     def free_pages(self) -> int:
         """Pages that `allocate` can give now."""
-        return self._account.occupancy.free
+        return self._account.free_pages
 
     @property
     def occupancy(self) -> Occupancy:
