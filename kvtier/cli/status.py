@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvtier.transfer.planes.values import (
         DeviceStatus,
         NamespaceStatus,
+        PoolStatus,
         SessionStatus,
         Status,
         TierStatus,
@@ -60,6 +61,7 @@ def _lines(status: Status) -> Iterator[str]:
     counters = {name: count for name, count in status.counters.items() if count}
     tables = (
         (_TIER, [_tier(tier) for tier in status.tiers]),
+        (_POOL, [_pool(pool) for pool in status.pools]),
         (_DEVICE, [_device(device) for device in status.devices]),
         (_NAMESPACE, [_namespace(space) for space in status.namespaces]),
         (_SESSION, [_session(session) for session in status.sessions]),
@@ -72,6 +74,7 @@ def _lines(status: Status) -> Iterator[str]:
 
 
 _TIER = ("tier", "capacity", "ready", "used", "pages", "filling", "quarantined", "pinned")
+_POOL = ("pool", "engine", "device", "capacity", "pages", "used", "draining", "pinned", "told")
 _DEVICE = ("device", "online", "direct I/O", "capacity", "on disk", "reason")
 _NAMESPACE = ("namespace", "tenant", "model", "weights", "generation", "shards", "pages")
 _SESSION = ("session", "client", "idle", "handles", "leases")
@@ -87,6 +90,21 @@ def _tier(tier: TierStatus) -> tuple[str, ...]:
         str(tier.pages_filling),
         str(tier.pages_quarantined),
         str(tier.pages_pinned),
+    )
+
+
+def _pool(told: PoolStatus) -> tuple[str, ...]:
+    pool = told.pool
+    return (
+        pool.name,
+        told.client_name or "-",
+        pool.device,
+        size_text(pool.pages * pool.page_bytes),
+        str(pool.pages),
+        _share(pool.held, pool.pages),
+        str(pool.draining),
+        str(pool.pinned),
+        f"{told.age_s:.0f} s ago",
     )
 
 

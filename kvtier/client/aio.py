@@ -27,7 +27,13 @@ from kvtier.client.verifying import NOTHING_READ, OnProgress, reports
 from kvtier.core.page import Tier
 from kvtier.packing.layout import Layout
 from kvtier.transfer.planes.address import default_url
-from kvtier.transfer.planes.values import Capabilities, FlushResult, Status, VerifyProgress
+from kvtier.transfer.planes.values import (
+    Capabilities,
+    FlushResult,
+    PoolReport,
+    Status,
+    VerifyProgress,
+)
 
 __all__ = ["DEADLINE_S", "AsyncConnection", "connect"]
 
@@ -148,6 +154,21 @@ class AsyncConnection:
         within = self.link.deadline(deadline)
         self.link.check_usable()
         return await flush(self.link, within)
+
+    async def report_pool(
+        self, pool: PoolReport, *, is_gone: bool = False, deadline: Within = None
+    ) -> None:
+        """Tells the daemon how full a device pool of this engine is; status, metrics and Watch show
+        it until `is_gone`, or the session's end. kvtier.client.device.PoolReporter does it by
+        itself. Raises UnknownHandle while no namespace is open, LimitExceeded, and when the daemon
+        does not answer.
+        """
+        within = self.link.deadline(deadline)
+        self.link.check_usable()
+        with self.link.guarded():
+            await self._plane.report_pool(
+                self.link.session_id, pool, is_gone=is_gone, deadline=within
+            )
 
     async def verify(
         self,

@@ -39,7 +39,13 @@ from kvtier.client.verifying import OnProgress, watch
 from kvtier.core.page import Tier
 from kvtier.packing.layout import Layout
 from kvtier.transfer.planes.deadline import Deadline
-from kvtier.transfer.planes.values import Capabilities, FlushResult, Status, VerifyProgress
+from kvtier.transfer.planes.values import (
+    Capabilities,
+    FlushResult,
+    PoolReport,
+    Status,
+    VerifyProgress,
+)
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -131,6 +137,13 @@ class Connection:
     def flush(self, *, deadline: float | None = None) -> FlushResult:
         """Waits until what this connection put survives the daemon; see AsyncConnection.flush."""
         return self._run(self._async.flush(deadline=self._within(deadline)))
+
+    def report_pool(
+        self, pool: PoolReport, *, is_gone: bool = False, deadline: float | None = None
+    ) -> None:
+        """Tells the daemon how full a device pool is; see AsyncConnection.report_pool."""
+        within = self._within(deadline)
+        self._run(self._async.report_pool(pool, is_gone=is_gone, deadline=within))
 
     def verify(
         self,

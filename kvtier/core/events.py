@@ -23,6 +23,8 @@ class EventKind(IntEnum):
     STORED = 3
     REMOVED = 4
     BUMPED = 5
+    POOL = 6
+    POOL_GONE = 7
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,8 @@ EVENTS: dict[str, str] = {
     "host.memory.reduced": "Less memory than configured was there at the start.",
     "session.opened": "A client session began.",
     "session.closed": "A client session ended, by its client or by its time.",
+    "pool.told": "An engine tells of a device pool for the first time.",
+    "pool.gone": "A device pool was taken back by its engine, or its session has ended.",
     "namespace.opened": "A namespace was made.",
     "namespace.bumped": "A namespace has a new generation; older pages are misses.",
     "namespace.deleted": "A namespace and its pages are gone.",

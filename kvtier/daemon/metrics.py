@@ -99,6 +99,13 @@ METRICS: tuple[MetricSpec, ...] = (
         "Slots that clients may write to, and those kept back from one that may still do so.",
     ),
     _spec("kvtier_local_unlisted_total", _C, (), "Pages that found no place in the directory."),
+    _spec(
+        "kvtier_device_pages",
+        _G,
+        ("engine", "pool", "state"),
+        "Pages of device pools as their engines tell: free, held, draining; pinned ones.",
+    ),
+    _spec("kvtier_device_bytes", _G, ("engine", "pool"), "Bytes of a device pool."),
     _spec("kvtier_sessions", _G, (), "Client sessions."),
     _spec("kvtier_handles", _G, (), "Namespace handles of all sessions."),
     _spec("kvtier_namespaces", _G, (), "Namespaces known."),

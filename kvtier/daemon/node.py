@@ -29,6 +29,7 @@ from kvtier.daemon.local_writes import PutReport
 from kvtier.daemon.metrics import NVME_METRICS, Metrics, Samples
 from kvtier.daemon.nvme import NvmeService
 from kvtier.daemon.nvme_open import NvmeParts
+from kvtier.daemon.pools import DevicePools
 from kvtier.daemon.registry import Registry
 from kvtier.daemon.scrub import Scrubber, ScrubParts
 from kvtier.daemon.sessions import Session, Sessions
@@ -104,6 +105,7 @@ class Node:
         #: What deletes have to be told to: the tier's, or that of a tier that is off in this boot.
         self.durability: Durability | None = self.nvme.durability if self.nvme else None
         self.admission = Admission(limits)
+        self.pools = DevicePools()
         self.sessions: Sessions[Place] = Sessions(
             clock=time.monotonic,
             ttl_s=limits.session_ttl_s,
@@ -249,6 +251,8 @@ class Node:
                 ("quarantined",): self.store.grants.quarantined_bytes,
             },
             "kvtier_local_unlisted_total": {(): self.local.pages_unlisted if self.local else 0},
+            "kvtier_device_pages": self.pools.pages(),
+            "kvtier_device_bytes": self.pools.capacity_bytes(),
             "kvtier_sessions": {(): len(self.sessions)},
             "kvtier_handles": {(): self.sessions.handle_count},
             "kvtier_namespaces": {(): len(self.registry)},
@@ -304,6 +308,7 @@ class Node:
     def _session_ended(self, session: Session[Place], why: str) -> None:
         leases = self.store.pins.end_session(session.session_id)
         self.unflushed.end(session.session_id)
+        self.pools.end_session(session.session_id)
         log.info(
             "session.closed",
             extra={"session": session.session_id, "why": why, "leases": leases},

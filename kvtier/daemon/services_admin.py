@@ -5,6 +5,7 @@ Event loop's thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias, cast
@@ -21,6 +22,7 @@ from kvtier.daemon.services_quarantine import (
 )
 from kvtier.daemon.services_verify import verify
 from kvtier.packing.record import RECORD_VERSION
+from kvtier.transfer.messages import pool_to_proto
 from kvtier.v1 import admin_pb2 as pb
 from kvtier.v1 import page_pb2
 
@@ -79,6 +81,7 @@ class AdminService:
             planes=node.planes if node.state is not NodeState.STARTING else (),
             warnings=node.warnings,
             devices=_devices(node),
+            pools=_pools(node),
         )
 
     async def verify(self, request: pb.VerifyRequest, context: Any) -> None:
@@ -145,6 +148,19 @@ def _devices(node: Node) -> list[pb.DeviceStatus]:
         for health in node.nvme.devices.health.values()
     ]
     return [*used, *unusable]
+
+
+def _pools(node: Node) -> list[pb.DevicePoolStatus]:
+    now = time.monotonic()
+    return [
+        pb.DevicePoolStatus(
+            session_id=told.session_id,
+            client_name=told.client_name,
+            age_ms=round((now - told.at) * 1000),
+            pool=pool_to_proto(told.pool),
+        )
+        for told in node.pools.told.values()
+    ]
 
 
 def _namespaces(node: Node) -> list[pb.NamespaceStatus]:

@@ -27,7 +27,7 @@ from kvtier.errors import (
 from kvtier.packing.layout import Layout
 from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.nvme_frames import Delete
-from kvtier.transfer.messages import layout_from_proto
+from kvtier.transfer.messages import layout_from_proto, pool_from_proto
 from kvtier.transfer.place import Place
 from kvtier.v1 import pages_pb2 as pb
 
@@ -235,6 +235,19 @@ class PagesService:
                 extra={"fingerprint": request.fingerprint.hex(), "generation": generation},
             )
         return pb.BumpGenerationResponse(generation=generation)
+
+    async def report_pool(
+        self, request: pb.ReportPoolRequest, _context: Context
+    ) -> pb.ReportPoolResponse:
+        node = self._node
+        session = node.sessions.session(request.session_id)
+        if request.gone:
+            node.pools.take_back(session.session_id, request.pool.name)
+        else:
+            node.pools.report(
+                session.session_id, session.client_name, pool_from_proto(request.pool)
+            )
+        return pb.ReportPoolResponse()
 
     async def close_session(
         self, request: pb.CloseSessionRequest, _context: Context

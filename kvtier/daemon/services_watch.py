@@ -7,13 +7,15 @@ the store numbers stays inside: it tells when changes were lost, and that ends t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvtier.core.events import EventKind, Residency, WatcherBehind
-from kvtier.core.page import KEY_BYTES
+from kvtier.core.page import KEY_BYTES, Tier
 from kvtier.daemon.node import Node
+from kvtier.daemon.pools import PoolKey, Told
 from kvtier.errors import Busy, DeadlineExceeded
+from kvtier.transfer.messages import pool_to_proto
 from kvtier.v1 import pages_pb2 as pb
 
 __all__ = ["watch"]
@@ -35,6 +37,7 @@ async def watch(node: Node, request: pb.WatchRequest, context: Any) -> None:
         await sender.snapshot_end()
         while True:
             node.refuse_unless_serving()
+            await sender.pools()
             events = node.store.watching.since(sequence, _EVENTS_PER_TURN)
             for event in events:
                 await sender.send(event)
@@ -58,6 +61,8 @@ class _Sender:
         self._context = context
         self._idle_s = node.config.limits.get_idle_ms / 1000
         self._sent = 0
+        self._pools: Mapping[PoolKey, Told] = {}
+        self._pools_version = 0
 
     async def send(self, event: Residency) -> None:
         fingerprint = self._node.registry.fingerprint_of(event.namespace)
@@ -81,6 +86,33 @@ class _Sender:
             pb.WatchEvent(
                 epoch=self._node.boot_id,
                 kind=int(EventKind.SNAPSHOT_END),  # type: ignore[arg-type]
+            )
+        )
+
+    async def pools(self) -> None:
+        """The device pools that have changed since the last call, and those that are gone."""
+        pools = self._node.pools
+        if pools.version == self._pools_version:
+            return
+        self._pools_version, before, self._pools = pools.version, self._pools, pools.told
+        for key, told in self._pools.items():
+            if key not in before or before[key].pool != told.pool:
+                await self._pool(EventKind.POOL, told)
+        for key in before.keys() - self._pools.keys():
+            await self._pool(EventKind.POOL_GONE, before[key])
+
+    async def _pool(self, kind: EventKind, told: Told) -> None:
+        if self._fingerprint not in (b"", told.pool.fingerprint):
+            return
+        await self._write(
+            pb.WatchEvent(
+                epoch=self._node.boot_id,
+                kind=int(kind),  # type: ignore[arg-type]
+                tier=int(Tier.DEVICE),  # type: ignore[arg-type]
+                fingerprint=told.pool.fingerprint,
+                pool=pool_to_proto(told.pool),
+                session_id=told.session_id,
+                client_name=told.client_name,
             )
         )
 

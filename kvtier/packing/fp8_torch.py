@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvtier.packing.layout import Layout
 
-__all__ = ["check_codes", "flat_bytes", "pack", "refuse_number", "unpack"]
+__all__ = ["check_codes", "flat_bytes", "pack", "quantized", "refuse_number", "unpack"]
 
 _NAN_BITS: Final = 0x7F
 
@@ -76,6 +76,21 @@ def flat_bytes(layout: Layout, given: torch.Tensor, what: str) -> torch.Tensor:
     return given.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def quantized(values: torch.Tensor, over: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of finite float32 values; numbers that differ in the dimensions `over` alone
+    share one scale. `scales` keeps these dimensions, with one entry each.
+    """
+    torch = load_torch()
+    amax = values.abs().amax(dim=over, keepdim=True)
+    # Tensors, not Python numbers: torch on CUDA divides by a number with its rounded reciprocal.
+    code_max = torch.full_like(amax, CODE_MAX)
+    one = torch.ones_like(amax)
+    scale = torch.where(amax == 0, one, (amax / code_max).clamp(min=SCALE_MIN))
+    inverse = one / scale
+    scaled = (values * inverse).clamp(-CODE_MAX, CODE_MAX)
+    return scaled.to(_dtype(CODE_DTYPE)), scale
+
+
 def _pack_span(
     layout: Layout, span: Span, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,14 +99,7 @@ def _pack_span(
     if not bool(torch.isfinite(values).all()):
         refuse_number(layout, span, values)
     order = layout.storage_order
-    amax = values.abs().amax(dim=(order.index("T"), order.index("D")), keepdim=True)
-    # Tensors, not Python numbers: torch on CUDA divides by a number with its rounded reciprocal.
-    code_max = torch.full_like(amax, CODE_MAX)
-    one = torch.ones_like(amax)
-    scale = torch.where(amax == 0, one, (amax / code_max).clamp(min=SCALE_MIN))
-    inverse = one / scale
-    scaled = (values * inverse).clamp(-CODE_MAX, CODE_MAX)
-    codes = scaled.to(_dtype(CODE_DTYPE))
+    codes, scale = quantized(values, (order.index("T"), order.index("D")))
     kept = scale.permute([order.index(axis) for axis in "LHTD"])
     return codes, kept.reshape(span.scale_shape)
 

@@ -1,4 +1,4 @@
-"""Layouts and shards as protobuf messages, and back.
+"""Layouts, shards and device pools as protobuf messages, and back.
 
 Promise: a layout that went through a message is equal to the one that went in. What comes in is
 checked by the layout's own rules; a number that names no known enum value is a LayoutError naming
@@ -14,9 +14,17 @@ from typing import Any, TypeVar
 
 from kvtier.errors import LayoutError
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment, Shard
+from kvtier.transfer.planes.values import PoolReport
 from kvtier.v1 import page_pb2 as pb
 
-__all__ = ["layout_from_proto", "layout_to_proto", "shard_from_proto", "shard_to_proto"]
+__all__ = [
+    "layout_from_proto",
+    "layout_to_proto",
+    "pool_from_proto",
+    "pool_to_proto",
+    "shard_from_proto",
+    "shard_to_proto",
+]
 
 E = TypeVar("E", bound=IntEnum)
 
@@ -84,6 +92,33 @@ def shard_from_proto(shard: pb.Shard) -> Shard:
         index=shard.index,
         layers=(shard.layer_start, shard.layer_end),
         heads=(shard.head_start, shard.head_end),
+    )
+
+
+def pool_to_proto(pool: PoolReport) -> pb.DevicePool:
+    return pb.DevicePool(
+        name=pool.name,
+        device=pool.device,
+        fingerprint=pool.fingerprint,
+        page_bytes=pool.page_bytes,
+        pages=pool.pages,
+        pages_held=pool.held,
+        pages_draining=pool.draining,
+        pages_pinned=pool.pinned,
+    )
+
+
+def pool_from_proto(message: pb.DevicePool) -> PoolReport:
+    """As it came; nothing is checked."""
+    return PoolReport(
+        name=message.name,
+        device=message.device,
+        fingerprint=message.fingerprint,
+        page_bytes=message.page_bytes,
+        pages=message.pages,
+        held=message.pages_held,
+        draining=message.pages_draining,
+        pinned=message.pages_pinned,
     )
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvtier.v1 import page_pb2 as kvtier_dot_v1_dot_page__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/admin.proto\x12\tkvtier.v1\x1a\x14kvtier/v1/page.proto\"\x18\n\x16GetCapabilitiesRequest\"\xcb\x03\n\x17GetCapabilitiesResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0erecord_version\x18\x02 \x01(\r\x12\x1e\n\x05tiers\x18\x03 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12 \n\x06\x63odecs\x18\x04 \x03(\x0e\x32\x10.kvtier.v1.Codec\x12\x0e\n\x06planes\x18\x05 \x03(\t\x12\x16\n\x0epage_bytes_max\x18\x06 \x01(\x04\x12\x19\n\x11keys_per_call_max\x18\x07 \x01(\r\x12\x19\n\x11pages_per_put_max\x18\x08 \x01(\r\x12\x1a\n\x12\x62ytes_per_call_max\x18\t \x01(\x04\x12\x19\n\x11message_bytes_max\x18\n \x01(\x04\x12\x13\n\x0b\x63hunk_bytes\x18\x0b \x01(\x04\x12\x18\n\x10lease_ms_default\x18\x0c \x01(\x04\x12\x14\n\x0clease_ms_max\x18\r \x01(\x04\x12\x16\n\x0esession_ttl_ms\x18\x0e \x01(\x04\x12\x14\n\x0csessions_max\x18\x0f \x01(\r\x12\x16\n\x0enamespaces_max\x18\x10 \x01(\r\x12\x0f\n\x07methods\x18\x11 \x03(\t\x12\x14\n\x0clocal_socket\x18\x12 \x01(\t\"\x12\n\x10GetStatusRequest\"\xe2\x01\n\nTierStatus\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bready_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x15\n\rpages_filling\x18\x05 \x01(\x04\x12\x14\n\x0cpages_sealed\x18\x06 \x01(\x04\x12\x16\n\x0epages_retiring\x18\x07 \x01(\x04\x12\x19\n\x11pages_quarantined\x18\x08 \x01(\x04\x12\x14\n\x0cpages_pinned\x18\t \x01(\x04\"\x9a\x01\n\x0fNamespaceStatus\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x18\n\x10weights_revision\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x13\n\x0bshard_count\x18\x06 \x01(\r\x12\r\n\x05pages\x18\x07 \x01(\x04\"j\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x0f\n\x07idle_ms\x18\x03 \x01(\x04\x12\x0f\n\x07handles\x18\x04 \x01(\r\x12\x0e\n\x06leases\x18\x05 \x01(\r\"\xb7\x03\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\x04\x12\x11\n\tuptime_ms\x18\x04 \x01(\x04\x12\x11\n\tdirectory\x18\x05 \x01(\t\x12\x0e\n\x06listen\x18\x06 \x03(\t\x12$\n\x05tiers\x18\x07 \x03(\x0b\x32\x15.kvtier.v1.TierStatus\x12.\n\nnamespaces\x18\x08 \x03(\x0b\x32\x1a.kvtier.v1.NamespaceStatus\x12*\n\x08sessions\x18\t \x03(\x0b\x32\x18.kvtier.v1.SessionStatus\x12<\n\x08\x63ounters\x18\n \x03(\x0b\x32*.kvtier.v1.GetStatusResponse.CountersEntry\x12\x0e\n\x06planes\x18\x0b \x03(\t\x12\x10\n\x08warnings\x18\x0c \x03(\t\x12(\n\x07\x64\x65vices\x18\r \x03(\x0b\x32\x17.kvtier.v1.DeviceStatus\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"{\n\x0c\x44\x65viceStatus\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06online\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x11\n\tdirect_io\x18\x04 \x01(\x08\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x06 \x01(\x04\"H\n\rVerifyRequest\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x18\n\x10\x62ytes_per_second\x18\x02 \x01(\x04\"~\n\x0eVerifyProgress\x12\x12\n\npages_done\x18\x01 \x01(\x04\x12\x13\n\x0bpages_total\x18\x02 \x01(\x04\x12\x12\n\nbytes_done\x18\x03 \x01(\x04\x12\x15\n\rpages_corrupt\x18\x04 \x01(\x04\x12\x18\n\x10pages_unreadable\x18\x05 \x01(\x04\"\x17\n\x15ListQuarantineRequest\"\x94\x01\n\x0fQuarantinedPage\x12\x1f\n\x03ref\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.PageRef\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\r\n\x05shard\x18\x03 \x01(\r\x12\x0b\n\x03key\x18\x04 \x01(\x0c\x12\x0e\n\x06length\x18\x05 \x01(\x04\x12\x1f\n\x05\x63odec\x18\x06 \x01(\x0e\x32\x10.kvtier.v1.Codec\"C\n\x16ListQuarantineResponse\x12)\n\x05pages\x18\x01 \x03(\x0b\x32\x1a.kvtier.v1.QuarantinedPage\"8\n\x15ReadQuarantineRequest\x12\x1f\n\x03ref\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.PageRef\"&\n\x16ReadQuarantineResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\":\n\x16\x43learQuarantineRequest\x12 \n\x04refs\x18\x01 \x03(\x0b\x32\x12.kvtier.v1.PageRef\"(\n\x17\x43learQuarantineResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\x04\"#\n\rDrainResponse\x12\x12\n\npages_lost\x18\x01 \x01(\x04\x32\xb0\x04\n\x05\x41\x64min\x12X\n\x0fGetCapabilities\x12!.kvtier.v1.GetCapabilitiesRequest\x1a\".kvtier.v1.GetCapabilitiesResponse\x12\x46\n\tGetStatus\x12\x1b.kvtier.v1.GetStatusRequest\x1a\x1c.kvtier.v1.GetStatusResponse\x12?\n\x06Verify\x12\x18.kvtier.v1.VerifyRequest\x1a\x19.kvtier.v1.VerifyProgress0\x01\x12U\n\x0eListQuarantine\x12 .kvtier.v1.ListQuarantineRequest\x1a!.kvtier.v1.ListQuarantineResponse\x12W\n\x0eReadQuarantine\x12 .kvtier.v1.ReadQuarantineRequest\x1a!.kvtier.v1.ReadQuarantineResponse0\x01\x12X\n\x0f\x43learQuarantine\x12!.kvtier.v1.ClearQuarantineRequest\x1a\".kvtier.v1.ClearQuarantineResponse\x12:\n\x05\x44rain\x12\x17.kvtier.v1.DrainRequest\x1a\x18.kvtier.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/admin.proto\x12\tkvtier.v1\x1a\x14kvtier/v1/page.proto\"\x18\n\x16GetCapabilitiesRequest\"\xcb\x03\n\x17GetCapabilitiesResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0erecord_version\x18\x02 \x01(\r\x12\x1e\n\x05tiers\x18\x03 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12 \n\x06\x63odecs\x18\x04 \x03(\x0e\x32\x10.kvtier.v1.Codec\x12\x0e\n\x06planes\x18\x05 \x03(\t\x12\x16\n\x0epage_bytes_max\x18\x06 \x01(\x04\x12\x19\n\x11keys_per_call_max\x18\x07 \x01(\r\x12\x19\n\x11pages_per_put_max\x18\x08 \x01(\r\x12\x1a\n\x12\x62ytes_per_call_max\x18\t \x01(\x04\x12\x19\n\x11message_bytes_max\x18\n \x01(\x04\x12\x13\n\x0b\x63hunk_bytes\x18\x0b \x01(\x04\x12\x18\n\x10lease_ms_default\x18\x0c \x01(\x04\x12\x14\n\x0clease_ms_max\x18\r \x01(\x04\x12\x16\n\x0esession_ttl_ms\x18\x0e \x01(\x04\x12\x14\n\x0csessions_max\x18\x0f \x01(\r\x12\x16\n\x0enamespaces_max\x18\x10 \x01(\r\x12\x0f\n\x07methods\x18\x11 \x03(\t\x12\x14\n\x0clocal_socket\x18\x12 \x01(\t\"\x12\n\x10GetStatusRequest\"\xe2\x01\n\nTierStatus\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bready_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x15\n\rpages_filling\x18\x05 \x01(\x04\x12\x14\n\x0cpages_sealed\x18\x06 \x01(\x04\x12\x16\n\x0epages_retiring\x18\x07 \x01(\x04\x12\x19\n\x11pages_quarantined\x18\x08 \x01(\x04\x12\x14\n\x0cpages_pinned\x18\t \x01(\x04\"\x9a\x01\n\x0fNamespaceStatus\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x18\n\x10weights_revision\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x13\n\x0bshard_count\x18\x06 \x01(\r\x12\r\n\x05pages\x18\x07 \x01(\x04\"j\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x0f\n\x07idle_ms\x18\x03 \x01(\x04\x12\x0f\n\x07handles\x18\x04 \x01(\r\x12\x0e\n\x06leases\x18\x05 \x01(\r\"\xe3\x03\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\x04\x12\x11\n\tuptime_ms\x18\x04 \x01(\x04\x12\x11\n\tdirectory\x18\x05 \x01(\t\x12\x0e\n\x06listen\x18\x06 \x03(\t\x12$\n\x05tiers\x18\x07 \x03(\x0b\x32\x15.kvtier.v1.TierStatus\x12.\n\nnamespaces\x18\x08 \x03(\x0b\x32\x1a.kvtier.v1.NamespaceStatus\x12*\n\x08sessions\x18\t \x03(\x0b\x32\x18.kvtier.v1.SessionStatus\x12<\n\x08\x63ounters\x18\n \x03(\x0b\x32*.kvtier.v1.GetStatusResponse.CountersEntry\x12\x0e\n\x06planes\x18\x0b \x03(\t\x12\x10\n\x08warnings\x18\x0c \x03(\t\x12(\n\x07\x64\x65vices\x18\r \x03(\x0b\x32\x17.kvtier.v1.DeviceStatus\x12*\n\x05pools\x18\x0e \x03(\x0b\x32\x1b.kvtier.v1.DevicePoolStatus\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"p\n\x10\x44\x65vicePoolStatus\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x0e\n\x06\x61ge_ms\x18\x03 \x01(\x04\x12#\n\x04pool\x18\x04 \x01(\x0b\x32\x15.kvtier.v1.DevicePool\"{\n\x0c\x44\x65viceStatus\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06online\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x11\n\tdirect_io\x18\x04 \x01(\x08\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x06 \x01(\x04\"H\n\rVerifyRequest\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x18\n\x10\x62ytes_per_second\x18\x02 \x01(\x04\"~\n\x0eVerifyProgress\x12\x12\n\npages_done\x18\x01 \x01(\x04\x12\x13\n\x0bpages_total\x18\x02 \x01(\x04\x12\x12\n\nbytes_done\x18\x03 \x01(\x04\x12\x15\n\rpages_corrupt\x18\x04 \x01(\x04\x12\x18\n\x10pages_unreadable\x18\x05 \x01(\x04\"\x17\n\x15ListQuarantineRequest\"\x94\x01\n\x0fQuarantinedPage\x12\x1f\n\x03ref\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.PageRef\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\r\n\x05shard\x18\x03 \x01(\r\x12\x0b\n\x03key\x18\x04 \x01(\x0c\x12\x0e\n\x06length\x18\x05 \x01(\x04\x12\x1f\n\x05\x63odec\x18\x06 \x01(\x0e\x32\x10.kvtier.v1.Codec\"C\n\x16ListQuarantineResponse\x12)\n\x05pages\x18\x01 \x03(\x0b\x32\x1a.kvtier.v1.QuarantinedPage\"8\n\x15ReadQuarantineRequest\x12\x1f\n\x03ref\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.PageRef\"&\n\x16ReadQuarantineResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\":\n\x16\x43learQuarantineRequest\x12 \n\x04refs\x18\x01 \x03(\x0b\x32\x12.kvtier.v1.PageRef\"(\n\x17\x43learQuarantineResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\x04\"#\n\rDrainResponse\x12\x12\n\npages_lost\x18\x01 \x01(\x04\x32\xb0\x04\n\x05\x41\x64min\x12X\n\x0fGetCapabilities\x12!.kvtier.v1.GetCapabilitiesRequest\x1a\".kvtier.v1.GetCapabilitiesResponse\x12\x46\n\tGetStatus\x12\x1b.kvtier.v1.GetStatusRequest\x1a\x1c.kvtier.v1.GetStatusResponse\x12?\n\x06Verify\x12\x18.kvtier.v1.VerifyRequest\x1a\x19.kvtier.v1.VerifyProgress0\x01\x12U\n\x0eListQuarantine\x12 .kvtier.v1.ListQuarantineRequest\x1a!.kvtier.v1.ListQuarantineResponse\x12W\n\x0eReadQuarantine\x12 .kvtier.v1.ReadQuarantineRequest\x1a!.kvtier.v1.ReadQuarantineResponse0\x01\x12X\n\x0f\x43learQuarantine\x12!.kvtier.v1.ClearQuarantineRequest\x1a\".kvtier.v1.ClearQuarantineResponse\x12:\n\x05\x44rain\x12\x17.kvtier.v1.DrainRequest\x1a\x18.kvtier.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,33 +47,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONSTATUS']._serialized_start=952
   _globals['_SESSIONSTATUS']._serialized_end=1058
   _globals['_GETSTATUSRESPONSE']._serialized_start=1061
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1500
-  _globals['_GETSTATUSRESPONSE_COUNTERSENTRY']._serialized_start=1453
-  _globals['_GETSTATUSRESPONSE_COUNTERSENTRY']._serialized_end=1500
-  _globals['_DEVICESTATUS']._serialized_start=1502
-  _globals['_DEVICESTATUS']._serialized_end=1625
-  _globals['_VERIFYREQUEST']._serialized_start=1627
-  _globals['_VERIFYREQUEST']._serialized_end=1699
-  _globals['_VERIFYPROGRESS']._serialized_start=1701
-  _globals['_VERIFYPROGRESS']._serialized_end=1827
-  _globals['_LISTQUARANTINEREQUEST']._serialized_start=1829
-  _globals['_LISTQUARANTINEREQUEST']._serialized_end=1852
-  _globals['_QUARANTINEDPAGE']._serialized_start=1855
-  _globals['_QUARANTINEDPAGE']._serialized_end=2003
-  _globals['_LISTQUARANTINERESPONSE']._serialized_start=2005
-  _globals['_LISTQUARANTINERESPONSE']._serialized_end=2072
-  _globals['_READQUARANTINEREQUEST']._serialized_start=2074
-  _globals['_READQUARANTINEREQUEST']._serialized_end=2130
-  _globals['_READQUARANTINERESPONSE']._serialized_start=2132
-  _globals['_READQUARANTINERESPONSE']._serialized_end=2170
-  _globals['_CLEARQUARANTINEREQUEST']._serialized_start=2172
-  _globals['_CLEARQUARANTINEREQUEST']._serialized_end=2230
-  _globals['_CLEARQUARANTINERESPONSE']._serialized_start=2232
-  _globals['_CLEARQUARANTINERESPONSE']._serialized_end=2272
-  _globals['_DRAINREQUEST']._serialized_start=2274
-  _globals['_DRAINREQUEST']._serialized_end=2309
-  _globals['_DRAINRESPONSE']._serialized_start=2311
-  _globals['_DRAINRESPONSE']._serialized_end=2346
-  _globals['_ADMIN']._serialized_start=2349
-  _globals['_ADMIN']._serialized_end=2909
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1544
+  _globals['_GETSTATUSRESPONSE_COUNTERSENTRY']._serialized_start=1497
+  _globals['_GETSTATUSRESPONSE_COUNTERSENTRY']._serialized_end=1544
+  _globals['_DEVICEPOOLSTATUS']._serialized_start=1546
+  _globals['_DEVICEPOOLSTATUS']._serialized_end=1658
+  _globals['_DEVICESTATUS']._serialized_start=1660
+  _globals['_DEVICESTATUS']._serialized_end=1783
+  _globals['_VERIFYREQUEST']._serialized_start=1785
+  _globals['_VERIFYREQUEST']._serialized_end=1857
+  _globals['_VERIFYPROGRESS']._serialized_start=1859
+  _globals['_VERIFYPROGRESS']._serialized_end=1985
+  _globals['_LISTQUARANTINEREQUEST']._serialized_start=1987
+  _globals['_LISTQUARANTINEREQUEST']._serialized_end=2010
+  _globals['_QUARANTINEDPAGE']._serialized_start=2013
+  _globals['_QUARANTINEDPAGE']._serialized_end=2161
+  _globals['_LISTQUARANTINERESPONSE']._serialized_start=2163
+  _globals['_LISTQUARANTINERESPONSE']._serialized_end=2230
+  _globals['_READQUARANTINEREQUEST']._serialized_start=2232
+  _globals['_READQUARANTINEREQUEST']._serialized_end=2288
+  _globals['_READQUARANTINERESPONSE']._serialized_start=2290
+  _globals['_READQUARANTINERESPONSE']._serialized_end=2328
+  _globals['_CLEARQUARANTINEREQUEST']._serialized_start=2330
+  _globals['_CLEARQUARANTINEREQUEST']._serialized_end=2388
+  _globals['_CLEARQUARANTINERESPONSE']._serialized_start=2390
+  _globals['_CLEARQUARANTINERESPONSE']._serialized_end=2430
+  _globals['_DRAINREQUEST']._serialized_start=2432
+  _globals['_DRAINREQUEST']._serialized_end=2467
+  _globals['_DRAINRESPONSE']._serialized_start=2469
+  _globals['_DRAINRESPONSE']._serialized_end=2504
+  _globals['_ADMIN']._serialized_start=2507
+  _globals['_ADMIN']._serialized_end=3067
 # @@protoc_insertion_point(module_scope)

@@ -110,7 +110,7 @@ class SessionStatus(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., client_name: _Optional[str] = ..., idle_ms: _Optional[int] = ..., handles: _Optional[int] = ..., leases: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "state", "boot_id", "uptime_ms", "directory", "listen", "tiers", "namespaces", "sessions", "counters", "planes", "warnings", "devices")
+    __slots__ = ("version", "state", "boot_id", "uptime_ms", "directory", "listen", "tiers", "namespaces", "sessions", "counters", "planes", "warnings", "devices", "pools")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class GetStatusResponse(_message.Message):
     PLANES_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     version: str
     state: str
     boot_id: int
@@ -144,7 +145,20 @@ class GetStatusResponse(_message.Message):
     planes: _containers.RepeatedScalarFieldContainer[str]
     warnings: _containers.RepeatedScalarFieldContainer[str]
     devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
-    def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., boot_id: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., directory: _Optional[str] = ..., listen: _Optional[_Iterable[str]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., planes: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[DevicePoolStatus]
+    def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., boot_id: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., directory: _Optional[str] = ..., listen: _Optional[_Iterable[str]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., planes: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[DevicePoolStatus, _Mapping]]] = ...) -> None: ...
+
+class DevicePoolStatus(_message.Message):
+    __slots__ = ("session_id", "client_name", "age_ms", "pool")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    client_name: str
+    age_ms: int
+    pool: _page_pb2.DevicePool
+    def __init__(self, session_id: _Optional[int] = ..., client_name: _Optional[str] = ..., age_ms: _Optional[int] = ..., pool: _Optional[_Union[_page_pb2.DevicePool, _Mapping]] = ...) -> None: ...
 
 class DeviceStatus(_message.Message):
     __slots__ = ("path", "online", "reason", "direct_io", "capacity_bytes", "disk_bytes")

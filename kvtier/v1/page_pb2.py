@@ -24,31 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvtier/v1/page.proto\x12\tkvtier.v1\"\xa2\x01\n\x07Segment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvtier.v1.SegmentRole\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\r\n\x05heads\x18\x05 \x01(\r\x12\x0b\n\x03\x64im\x18\x06 \x01(\r\x12(\n\nscale_rule\x18\x07 \x01(\x0e\x32\x14.kvtier.v1.ScaleRule\"\xff\x01\n\x06Layout\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x18\n\x10weights_revision\x18\x02 \x01(\t\x12\x12\n\nadapter_id\x18\x03 \x01(\t\x12\x18\n\x10\x61\x64\x61pter_revision\x18\x04 \x01(\t\x12\x12\n\nkv_compute\x18\x05 \x01(\t\x12\x0c\n\x04rope\x18\x06 \x01(\t\x12\x12\n\nkey_scheme\x18\x07 \x01(\t\x12\x13\n\x0bpage_tokens\x18\x08 \x01(\r\x12\x15\n\rstorage_order\x18\t \x01(\t\x12$\n\x08segments\x18\n \x03(\x0b\x32\x12.kvtier.v1.Segment\x12\x13\n\x0bshard_count\x18\x0b \x01(\r\"d\n\x05Shard\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x12\n\nhead_start\x18\x04 \x01(\r\x12\x10\n\x08head_end\x18\x05 \x01(\r\"[\n\x07PageRef\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x04\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x0c\n\x04slot\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04*\\\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_NVME\x10\x03\x12\x0f\n\x0bTIER_SHARED\x10\x04*<\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01\x12\r\n\tCODEC_FP8\x10\x02*\xe2\x01\n\x07GetCode\x12\x18\n\x14GET_CODE_UNSPECIFIED\x10\x00\x12\x10\n\x0cGET_CODE_HIT\x10\x01\x12\x11\n\rGET_CODE_MISS\x10\x02\x12\x12\n\x0eGET_CODE_STALE\x10\x03\x12\x14\n\x10GET_CODE_CORRUPT\x10\x04\x12\x11\n\rGET_CODE_BUSY\x10\x05\x12\x14\n\x10GET_CODE_TIMEOUT\x10\x06\x12\x18\n\x14GET_CODE_UNAVAILABLE\x10\x07\x12\x15\n\x11GET_CODE_IO_ERROR\x10\x08\x12\x14\n\x10GET_CODE_REFUSED\x10\t*\xf1\x01\n\x07PutCode\x12\x18\n\x14PUT_CODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPUT_CODE_STORED\x10\x01\x12\x13\n\x0fPUT_CODE_EXISTS\x10\x02\x12\x1d\n\x19PUT_CODE_STALE_GENERATION\x10\x03\x12\x16\n\x12PUT_CODE_NONFINITE\x10\x04\x12\x12\n\x0ePUT_CODE_QUOTA\x10\x05\x12\x11\n\rPUT_CODE_BUSY\x10\x06\x12\x14\n\x10PUT_CODE_REFUSED\x10\x07\x12\x14\n\x10PUT_CODE_TIMEOUT\x10\x08\x12\x18\n\x14PUT_CODE_UNAVAILABLE\x10\t*q\n\nDeleteCode\x12\x1b\n\x17\x44\x45LETE_CODE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44\x45LETE_CODE_DELETED\x10\x01\x12\x16\n\x12\x44\x45LETE_CODE_ABSENT\x10\x02\x12\x15\n\x11\x44\x45LETE_CODE_STALE\x10\x03*\x85\x01\n\tLeaseCode\x12\x1a\n\x16LEASE_CODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fLEASE_CODE_HELD\x10\x01\x12\x17\n\x13LEASE_CODE_RELEASED\x10\x02\x12\x16\n\x12LEASE_CODE_EXPIRED\x10\x03\x12\x16\n\x12LEASE_CODE_UNKNOWN\x10\x04*R\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44URABILITY_HOST\x10\x01\x12\x13\n\x0f\x44URABILITY_NVME\x10\x02*\xdc\x01\n\x0bSegmentRole\x12\x1c\n\x18SEGMENT_ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10SEGMENT_ROLE_KEY\x10\x01\x12\x16\n\x12SEGMENT_ROLE_VALUE\x10\x02\x12\x17\n\x13SEGMENT_ROLE_LATENT\x10\x03\x12\x15\n\x11SEGMENT_ROLE_ROPE\x10\x04\x12\x1a\n\x16SEGMENT_ROLE_DRAFT_KEY\x10\x05\x12\x1c\n\x18SEGMENT_ROLE_DRAFT_VALUE\x10\x06\x12\x17\n\x13SEGMENT_ROLE_OPAQUE\x10\x07*W\n\tScaleRule\x12\x1a\n\x16SCALE_RULE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSCALE_RULE_NONE\x10\x01\x12\x19\n\x15SCALE_RULE_LAYER_HEAD\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvtier/v1/page.proto\x12\tkvtier.v1\"\xa2\x01\n\x07Segment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvtier.v1.SegmentRole\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\r\n\x05heads\x18\x05 \x01(\r\x12\x0b\n\x03\x64im\x18\x06 \x01(\r\x12(\n\nscale_rule\x18\x07 \x01(\x0e\x32\x14.kvtier.v1.ScaleRule\"\xff\x01\n\x06Layout\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x18\n\x10weights_revision\x18\x02 \x01(\t\x12\x12\n\nadapter_id\x18\x03 \x01(\t\x12\x18\n\x10\x61\x64\x61pter_revision\x18\x04 \x01(\t\x12\x12\n\nkv_compute\x18\x05 \x01(\t\x12\x0c\n\x04rope\x18\x06 \x01(\t\x12\x12\n\nkey_scheme\x18\x07 \x01(\t\x12\x13\n\x0bpage_tokens\x18\x08 \x01(\r\x12\x15\n\rstorage_order\x18\t \x01(\t\x12$\n\x08segments\x18\n \x03(\x0b\x32\x12.kvtier.v1.Segment\x12\x13\n\x0bshard_count\x18\x0b \x01(\r\"d\n\x05Shard\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x12\n\nhead_start\x18\x04 \x01(\r\x12\x10\n\x08head_end\x18\x05 \x01(\r\"[\n\x07PageRef\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x04\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x0c\n\x04slot\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"\xa4\x01\n\nDevicePool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\r\n\x05pages\x18\x05 \x01(\x04\x12\x12\n\npages_held\x18\x06 \x01(\x04\x12\x16\n\x0epages_draining\x18\x07 \x01(\x04\x12\x14\n\x0cpages_pinned\x18\x08 \x01(\x04*\\\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_NVME\x10\x03\x12\x0f\n\x0bTIER_SHARED\x10\x04*<\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01\x12\r\n\tCODEC_FP8\x10\x02*\xe2\x01\n\x07GetCode\x12\x18\n\x14GET_CODE_UNSPECIFIED\x10\x00\x12\x10\n\x0cGET_CODE_HIT\x10\x01\x12\x11\n\rGET_CODE_MISS\x10\x02\x12\x12\n\x0eGET_CODE_STALE\x10\x03\x12\x14\n\x10GET_CODE_CORRUPT\x10\x04\x12\x11\n\rGET_CODE_BUSY\x10\x05\x12\x14\n\x10GET_CODE_TIMEOUT\x10\x06\x12\x18\n\x14GET_CODE_UNAVAILABLE\x10\x07\x12\x15\n\x11GET_CODE_IO_ERROR\x10\x08\x12\x14\n\x10GET_CODE_REFUSED\x10\t*\xf1\x01\n\x07PutCode\x12\x18\n\x14PUT_CODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPUT_CODE_STORED\x10\x01\x12\x13\n\x0fPUT_CODE_EXISTS\x10\x02\x12\x1d\n\x19PUT_CODE_STALE_GENERATION\x10\x03\x12\x16\n\x12PUT_CODE_NONFINITE\x10\x04\x12\x12\n\x0ePUT_CODE_QUOTA\x10\x05\x12\x11\n\rPUT_CODE_BUSY\x10\x06\x12\x14\n\x10PUT_CODE_REFUSED\x10\x07\x12\x14\n\x10PUT_CODE_TIMEOUT\x10\x08\x12\x18\n\x14PUT_CODE_UNAVAILABLE\x10\t*q\n\nDeleteCode\x12\x1b\n\x17\x44\x45LETE_CODE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44\x45LETE_CODE_DELETED\x10\x01\x12\x16\n\x12\x44\x45LETE_CODE_ABSENT\x10\x02\x12\x15\n\x11\x44\x45LETE_CODE_STALE\x10\x03*\x85\x01\n\tLeaseCode\x12\x1a\n\x16LEASE_CODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fLEASE_CODE_HELD\x10\x01\x12\x17\n\x13LEASE_CODE_RELEASED\x10\x02\x12\x16\n\x12LEASE_CODE_EXPIRED\x10\x03\x12\x16\n\x12LEASE_CODE_UNKNOWN\x10\x04*R\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44URABILITY_HOST\x10\x01\x12\x13\n\x0f\x44URABILITY_NVME\x10\x02*\xdc\x01\n\x0bSegmentRole\x12\x1c\n\x18SEGMENT_ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10SEGMENT_ROLE_KEY\x10\x01\x12\x16\n\x12SEGMENT_ROLE_VALUE\x10\x02\x12\x17\n\x13SEGMENT_ROLE_LATENT\x10\x03\x12\x15\n\x11SEGMENT_ROLE_ROPE\x10\x04\x12\x1a\n\x16SEGMENT_ROLE_DRAFT_KEY\x10\x05\x12\x1c\n\x18SEGMENT_ROLE_DRAFT_VALUE\x10\x06\x12\x17\n\x13SEGMENT_ROLE_OPAQUE\x10\x07*W\n\tScaleRule\x12\x1a\n\x16SCALE_RULE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSCALE_RULE_NONE\x10\x01\x12\x19\n\x15SCALE_RULE_LAYER_HEAD\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.page_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=653
-  _globals['_TIER']._serialized_end=745
-  _globals['_CODEC']._serialized_start=747
-  _globals['_CODEC']._serialized_end=807
-  _globals['_GETCODE']._serialized_start=810
-  _globals['_GETCODE']._serialized_end=1036
-  _globals['_PUTCODE']._serialized_start=1039
-  _globals['_PUTCODE']._serialized_end=1280
-  _globals['_DELETECODE']._serialized_start=1282
-  _globals['_DELETECODE']._serialized_end=1395
-  _globals['_LEASECODE']._serialized_start=1398
-  _globals['_LEASECODE']._serialized_end=1531
-  _globals['_DURABILITY']._serialized_start=1533
-  _globals['_DURABILITY']._serialized_end=1615
-  _globals['_SEGMENTROLE']._serialized_start=1618
-  _globals['_SEGMENTROLE']._serialized_end=1838
-  _globals['_SCALERULE']._serialized_start=1840
-  _globals['_SCALERULE']._serialized_end=1927
+  _globals['_TIER']._serialized_start=820
+  _globals['_TIER']._serialized_end=912
+  _globals['_CODEC']._serialized_start=914
+  _globals['_CODEC']._serialized_end=974
+  _globals['_GETCODE']._serialized_start=977
+  _globals['_GETCODE']._serialized_end=1203
+  _globals['_PUTCODE']._serialized_start=1206
+  _globals['_PUTCODE']._serialized_end=1447
+  _globals['_DELETECODE']._serialized_start=1449
+  _globals['_DELETECODE']._serialized_end=1562
+  _globals['_LEASECODE']._serialized_start=1565
+  _globals['_LEASECODE']._serialized_end=1698
+  _globals['_DURABILITY']._serialized_start=1700
+  _globals['_DURABILITY']._serialized_end=1782
+  _globals['_SEGMENTROLE']._serialized_start=1785
+  _globals['_SEGMENTROLE']._serialized_end=2005
+  _globals['_SCALERULE']._serialized_start=2007
+  _globals['_SCALERULE']._serialized_end=2094
   _globals['_SEGMENT']._serialized_start=36
   _globals['_SEGMENT']._serialized_end=198
   _globals['_LAYOUT']._serialized_start=201
@@ -57,4 +57,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHARD']._serialized_end=558
   _globals['_PAGEREF']._serialized_start=560
   _globals['_PAGEREF']._serialized_end=651
+  _globals['_DEVICEPOOL']._serialized_start=654
+  _globals['_DEVICEPOOL']._serialized_end=818
 # @@protoc_insertion_point(module_scope)

@@ -205,3 +205,23 @@ class PageRef(_message.Message):
     slot: int
     generation: int
     def __init__(self, boot_id: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class DevicePool(_message.Message):
+    __slots__ = ("name", "device", "fingerprint", "page_bytes", "pages", "pages_held", "pages_draining", "pages_pinned")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
+    PAGES_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PINNED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    device: str
+    fingerprint: bytes
+    page_bytes: int
+    pages: int
+    pages_held: int
+    pages_draining: int
+    pages_pinned: int
+    def __init__(self, name: _Optional[str] = ..., device: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_draining: _Optional[int] = ..., pages_pinned: _Optional[int] = ...) -> None: ...

@@ -17,12 +17,16 @@ class WatchKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WATCH_KIND_STORED: _ClassVar[WatchKind]
     WATCH_KIND_REMOVED: _ClassVar[WatchKind]
     WATCH_KIND_BUMPED: _ClassVar[WatchKind]
+    WATCH_KIND_POOL: _ClassVar[WatchKind]
+    WATCH_KIND_POOL_GONE: _ClassVar[WatchKind]
 WATCH_KIND_UNSPECIFIED: WatchKind
 WATCH_KIND_SNAPSHOT: WatchKind
 WATCH_KIND_SNAPSHOT_END: WatchKind
 WATCH_KIND_STORED: WatchKind
 WATCH_KIND_REMOVED: WatchKind
 WATCH_KIND_BUMPED: WatchKind
+WATCH_KIND_POOL: WatchKind
+WATCH_KIND_POOL_GONE: WatchKind
 
 class OpenNamespaceRequest(_message.Message):
     __slots__ = ("session_id", "tenant", "salt", "layout", "shard", "client_name", "fingerprint")
@@ -243,7 +247,7 @@ class WatchRequest(_message.Message):
     def __init__(self, fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class WatchEvent(_message.Message):
-    __slots__ = ("epoch", "sequence", "kind", "tier", "fingerprint", "shard", "keys")
+    __slots__ = ("epoch", "sequence", "kind", "tier", "fingerprint", "shard", "keys", "pool", "session_id", "client_name")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +255,9 @@ class WatchEvent(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
     kind: WatchKind
@@ -258,7 +265,24 @@ class WatchEvent(_message.Message):
     fingerprint: bytes
     shard: int
     keys: bytes
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[WatchKind, str]] = ..., tier: _Optional[_Union[_page_pb2.Tier, str]] = ..., fingerprint: _Optional[bytes] = ..., shard: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    pool: _page_pb2.DevicePool
+    session_id: int
+    client_name: str
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[WatchKind, str]] = ..., tier: _Optional[_Union[_page_pb2.Tier, str]] = ..., fingerprint: _Optional[bytes] = ..., shard: _Optional[int] = ..., keys: _Optional[bytes] = ..., pool: _Optional[_Union[_page_pb2.DevicePool, _Mapping]] = ..., session_id: _Optional[int] = ..., client_name: _Optional[str] = ...) -> None: ...
+
+class ReportPoolRequest(_message.Message):
+    __slots__ = ("session_id", "pool", "gone")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    pool: _page_pb2.DevicePool
+    gone: bool
+    def __init__(self, session_id: _Optional[int] = ..., pool: _Optional[_Union[_page_pb2.DevicePool, _Mapping]] = ..., gone: bool = ...) -> None: ...
+
+class ReportPoolResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)

@@ -26,6 +26,7 @@ from kvtier.transfer.planes.values import (
     OutgoingPage,
     PageSink,
     PinReply,
+    PoolReport,
     PutOpening,
     PutReply,
     QuarantinedPage,
@@ -88,6 +89,11 @@ class Plane(Protocol):
 
     async def flush(self, session_id: int, deadline: Deadline) -> FlushResult:
         """Raises UnknownHandle (the session)."""
+
+    async def report_pool(
+        self, session_id: int, pool: PoolReport, *, is_gone: bool, deadline: Deadline
+    ) -> None:
+        """Raises UnknownHandle (the session), LimitExceeded."""
 
     async def bump(
         self,

@@ -27,7 +27,7 @@ import grpc.aio
 from kvtier.core.page import PageRef, Tier
 from kvtier.errors import DaemonUnavailable, DeadlineExceeded
 from kvtier.transfer import rpc
-from kvtier.transfer.messages import layout_to_proto, shard_to_proto
+from kvtier.transfer.messages import layout_to_proto, pool_to_proto, shard_to_proto
 from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.grpc_channel import GrpcChannel, parsed
 from kvtier.transfer.planes.grpc_values import (
@@ -49,6 +49,7 @@ from kvtier.transfer.planes.values import (
     OutgoingPage,
     PageSink,
     PinReply,
+    PoolReport,
     PutOpening,
     PutReply,
     QuarantinedPage,
@@ -200,6 +201,14 @@ class GrpcPlane:
         request = pages_pb2.FlushRequest(session_id=session_id)
         answer = await self._pages("Flush", request, deadline)
         return FlushResult(pages=answer.pages, pages_lost=answer.pages_lost)
+
+    async def report_pool(
+        self, session_id: int, pool: PoolReport, *, is_gone: bool, deadline: Deadline
+    ) -> None:
+        request = pages_pb2.ReportPoolRequest(
+            session_id=session_id, pool=pool_to_proto(pool), gone=is_gone
+        )
+        await self._pages("ReportPool", request, deadline)
 
     async def bump(
         self,

@@ -12,10 +12,12 @@ from enum import IntEnum
 from typing import TypeVar
 
 from kvtier.core.page import Codec, PageRef, Tier
+from kvtier.transfer.messages import pool_from_proto
 from kvtier.transfer.planes.values import (
     Capabilities,
     DeviceStatus,
     NamespaceStatus,
+    PoolStatus,
     QuarantinedPage,
     SessionStatus,
     Status,
@@ -74,6 +76,7 @@ def status_from_proto(answer: pb.GetStatusResponse) -> Status:
         counters=dict(answer.counters),
         warnings=tuple(answer.warnings),
         devices=tuple(_device(device) for device in answer.devices),
+        pools=tuple(_pool(pool) for pool in answer.pools),
     )
 
 
@@ -156,6 +159,15 @@ def _device(device: pb.DeviceStatus) -> DeviceStatus:
         is_direct_io=device.direct_io,
         capacity_bytes=device.capacity_bytes,
         disk_bytes=device.disk_bytes,
+    )
+
+
+def _pool(told: pb.DevicePoolStatus) -> PoolStatus:
+    return PoolStatus(
+        session_id=told.session_id,
+        client_name=told.client_name,
+        age_s=told.age_ms / 1000,
+        pool=pool_from_proto(told.pool),
     )
 
 

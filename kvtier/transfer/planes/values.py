@@ -30,6 +30,8 @@ __all__ = [
     "OutgoingPage",
     "PageSink",
     "PinReply",
+    "PoolReport",
+    "PoolStatus",
     "PutOpening",
     "PutReply",
     "QuarantinedPage",
@@ -280,6 +282,30 @@ class DeviceStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolReport:
+    """A device pool as its engine tells it, at one moment; see DevicePool of page.proto."""
+
+    name: str
+    device: str
+    fingerprint: bytes
+    page_bytes: int
+    pages: int
+    held: int
+    draining: int
+    pinned: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatus:
+    """Who told of a pool, and how long ago."""
+
+    session_id: int
+    client_name: str
+    age_s: float
+    pool: PoolReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """One consistent picture of a daemon. `state` is "starting", "ready" or "draining"."""
 
@@ -296,3 +322,4 @@ class Status:
     counters: dict[str, int]
     warnings: tuple[str, ...]
     devices: tuple[DeviceStatus, ...]
+    pools: tuple[PoolStatus, ...] = ()

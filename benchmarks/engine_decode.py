@@ -1,0 +1,157 @@
+"""Decode throughput of the bundled engine beside transformers' generate: one model, one process.
+
+    python -m benchmarks.engine_decode [--quick] [--rounds 2] [--only bf16] [--json FILE]
+
+SmolLM2-135M on the CPU, greedy, prompts of PROMPT_TOKENS random tokens, all of one length so that
+neither side pads. Only decoding is timed: from the moment every sequence has its first token to the
+last token of all. transformers runs one batch with its dynamic cache; the engine runs as many
+requests, through its scheduler, with tag checks on. In each round both run, by turns first. The
+threads are torch's (OMP_NUM_THREADS).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.common import in_turn
+from benchmarks.plan import Measured, Plan, finish, parser_of, progress
+from benchmarks.rows import Bound, Row, Target
+from kvtier.client.device import DevicePool
+from kvtier_engine.engine import Engine
+from kvtier_engine.model.load import LoadedModel, load_model
+from kvtier_engine.schedule.request import Request, Sampling
+from kvtier_engine.schedule.states import State
+from kvtier_engine.settings import EngineSettings, Integrity, layout_of
+from kvtier_engine.smollm2 import ensure_model
+
+PAGE_TOKENS = 32
+PROMPT_TOKENS = 32
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BATCHES = (1, 8, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What both sides do in one round: prompts and how many tokens each is given."""
+
+    prompts: list[list[int]]
+    tokens: int
+
+    @property
+    def timed_tokens(self) -> int:
+        return len(self.prompts) * (self.tokens - 1)
+
+
+def work_of(vocabulary: int, batch: int, tokens: int, seed: int) -> Work:
+    draw = random.Random(seed)
+    prompts = [
+        [draw.randrange(100, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(batch)
+    ]
+    return Work(prompts=prompts, tokens=tokens)
+
+
+def engine_rate(model: LoadedModel, work: Work) -> float:
+    """Tokens a second, with an engine and a pool of its own."""
+    pages = -(-(PROMPT_TOKENS + work.tokens) // PAGE_TOKENS) * len(work.prompts)
+    pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), pages)
+    engine = Engine(model, pool, settings=EngineSettings(integrity=Integrity.TAGS))
+    sampling = Sampling(max_tokens=work.tokens, ignore_end=True)
+    handles = [
+        engine.submit(Request(prompt=tuple(prompt), sampling=sampling)) for prompt in work.prompts
+    ]
+    while (
+        not all(job.sequence.state is State.DECODING for job in engine._stepper.jobs.values())
+        or (engine.stats()["requests_waiting"])
+    ):
+        engine.step()
+    before = sum(len(job.sequence.output.tokens) for job in engine._stepper.jobs.values())
+    started = time.perf_counter()
+    engine.run_until_idle()
+    seconds = time.perf_counter() - started
+    done = sum(len(handle.result(0).tokens) for handle in handles)
+    return (done - before) / seconds
+
+
+class _Times:
+    """Called by generate after every token."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.at.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def transformers_rate(model: Any, work: Work) -> float:
+    """Tokens a second of generate."""
+    times = _Times()
+    ids = torch.tensor(work.prompts)
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=work.tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            stopping_criteria=[times],
+        )
+    return work.timed_tokens / (times.at[-1] - times.at[0])
+
+
+def rows(plan: Plan) -> Iterator[Measured]:
+    place = ensure_model().directory
+    for name, dtype in DTYPES.items():
+        if not plan.wants_some(f"decode/{name}"):
+            continue
+        ours = load_model(place, dtype=dtype)
+        theirs = AutoModelForCausalLM.from_pretrained(place, dtype=dtype).eval()
+        for batch in BATCHES:
+            row = f"decode/{name}-{batch}"
+            if plan.wants(row):
+                progress(row)
+                yield row_of(row, f"decode, {name}, batch {batch}", (ours, theirs), batch, plan)
+
+
+def row_of(
+    name: str, what: str, models: tuple[LoadedModel, Any], batch: int, plan: Plan
+) -> Measured:
+    ours, theirs = models
+    tokens = plan.sized(33 if batch < 32 else 17, 4)
+
+    def work(number: int) -> Work:
+        return work_of(ours.network.config.vocab_size, batch, tokens, plan.seed + number)
+
+    pairs = in_turn(
+        lambda number: engine_rate(ours, work(number)),
+        lambda number: transformers_rate(theirs, work(number)),
+        plan.rounds(3 if batch < 32 else 2),
+        warm=1 if batch == 1 else 0,
+    )
+    return Row.of_pairs(
+        name,
+        what,
+        pairs,
+        "tokens/s",
+        "transformers generate",
+        target=Target(bound=Bound.AT_LEAST, number=1.0),
+        note=f"{torch.get_num_threads()} threads",
+    )
+
+
+def main() -> int:
+    arguments = parser_of(__doc__).parse_args()
+    return finish("Decode", lambda: rows(Plan.of(arguments)), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Attention over pages, one way a device kind, behind one Protocol."""

@@ -1,0 +1,68 @@
+"""What the one who asked holds: the answer as it comes, or all of it, or why there is none.
+
+Safe from any thread; one reader of `deltas` or `result`.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+
+from kvtier.errors import DeadlineExceeded, KvtierError
+from kvtier_engine.schedule.request import Completion, Delta
+
+__all__ = ["Handle", "Outcome", "Sink"]
+
+#: Deltas come first, then one end.
+Outcome = Delta | Completion | KvtierError
+Sink = Callable[[Outcome], None]
+
+
+class Handle:
+    """Made by `Engine.submit`. With a sink, outcomes go there, in the engine's thread."""
+
+    def __init__(self, number: int, sink: Sink | None) -> None:
+        self.number = number
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._sink: Sink = sink or self._outcomes.put
+        self._end: Completion | KvtierError | None = None
+
+    def tell(self, outcome: Outcome) -> None:
+        """For the engine. The first end counts, and is the last that is told."""
+        if self._end is not None:
+            return
+        if not isinstance(outcome, Delta):
+            self._end = outcome
+        self._sink(outcome)
+
+    @property
+    def end(self) -> Completion | KvtierError | None:
+        """How it ended, None while it goes on."""
+        return self._end
+
+    def deltas(self, timeout_seconds: float | None = None) -> Iterator[Delta]:
+        """Token by token, until the last. Raises the request's error, and DeadlineExceeded when
+        nothing comes for `timeout_seconds`.
+        """
+        while True:
+            try:
+                outcome = self._outcomes.get(timeout=timeout_seconds)
+            except queue.Empty:
+                raise DeadlineExceeded(
+                    f"no token in {timeout_seconds} s", remedy="wait longer, or cancel the request"
+                ) from None
+            if isinstance(outcome, KvtierError):
+                raise outcome
+            if isinstance(outcome, Completion):
+                return
+            yield outcome
+
+    def result(self, timeout_seconds: float | None = None) -> Completion:
+        """The whole answer; deltas that nobody took are skipped. Raises as `deltas`."""
+        if self._end is None:
+            for _ in self.deltas(timeout_seconds):
+                pass
+        if isinstance(self._end, KvtierError):
+            raise self._end
+        assert self._end is not None, "deltas ended without an end"
+        return self._end

@@ -1,0 +1,1 @@
+"""Who computes next: requests, their states, and what a pass over the model holds."""

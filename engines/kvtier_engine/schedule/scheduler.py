@@ -1,0 +1,186 @@
+"""Who computes next, and with which pages. Decides; computes nothing and waits for nothing.
+
+Rules. Requests are admitted in the order in which they came, with all the pages of their prompt, or
+not at all. Prefill passes and decode steps take turns while there is work of both kinds. When a
+decoding request needs a page and none is free, unused prefixes are evicted, then the youngest
+request that computes is preempted: it goes to the front of the queue with its tokens and without
+its pages. A request that was let in fits into the pool alone, so the oldest always goes on.
+
+Only the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from kvtier.client.device import DevicePool
+from kvtier_engine.cache.radix import RadixCache
+from kvtier_engine.cache.tiers import KvtierTiers
+from kvtier_engine.schedule.sequence import Loading, Sequence
+from kvtier_engine.schedule.states import Event, State
+
+__all__ = ["Decode", "Prefill", "Scheduler"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """Pages `first` .. `end` - 1 of one sequence."""
+
+    sequence: Sequence
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    sequences: tuple[Sequence, ...]
+
+
+class Scheduler:
+    """The queue, those who run, and the pages they have."""
+
+    def __init__(
+        self, pool: DevicePool, radix: RadixCache, tiers: KvtierTiers | None, running_max: int
+    ) -> None:
+        self._pool = pool
+        self._radix = radix
+        self._tiers = tiers
+        self._running_max = running_max
+        self._page_tokens = pool.form.page_tokens
+        self.waiting: deque[Sequence] = deque()
+        #: In the order of admission.
+        self.running: list[Sequence] = []
+        self._was_prefill = False
+        self.counts: Counter[str] = Counter()
+
+    def plan(self) -> Prefill | Decode | None:
+        """The next pass; None when all wait for pages or for loads, or nobody is there."""
+        while self.waiting and self._admit(self.waiting[0]):
+            self.running.append(self.waiting.popleft())
+        decode = self._decode() if self._was_prefill else None
+        plan = decode or self._prefill() or self._decode()
+        self._was_prefill = isinstance(plan, Prefill)
+        return plan
+
+    def remove(self, sequence: Sequence) -> tuple[int, ...]:
+        """Ends it, whatever it does. Pages under a copy stay with the pool until that is done.
+        Returns pages of its table that are another's by now.
+        """
+        sequence.fire(Event.FINISH)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        if sequence.loading is not None:
+            sequence.loading.transfer.cancel()
+            sequence.loading = None
+        return sequence.drop_pages()
+
+    def share_prefix(self, sequence: Sequence) -> None:
+        """The prompt is computed: its full pages may be used by others now, and are kept."""
+        whole = sequence.shareable_pages
+        prefix, pages = sequence.tokens[: whole * self._page_tokens], sequence.table.ids[:whole]
+        taken = self._radix.insert(prefix, pages)
+        self._pool.share(taken)
+        if sequence.lock is not None:
+            sequence.lock.release()
+        sequence.lock = self._radix.lock(self._radix.match(prefix))
+
+    def _prefill(self) -> Prefill | None:
+        for sequence in self.running:
+            if sequence.state is State.PREFILLING:
+                first, end = sequence.next_chunk()
+                return Prefill(sequence=sequence, first=first, end=end)
+        return None
+
+    def _decode(self) -> Decode | None:
+        """All that decode and have a place for the KV of their last token."""
+        for sequence in [one for one in self.running if one.state is State.DECODING]:
+            if sequence.state is State.DECODING:  # may have been preempted for an older one
+                self._grow(sequence)
+        ready = [
+            sequence
+            for sequence in self.running
+            if sequence.state is State.DECODING and self._has_room(sequence)
+        ]
+        return Decode(sequences=tuple(ready)) if ready else None
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        return len(sequence.table) * self._page_tokens >= len(sequence.tokens)
+
+    def _grow(self, sequence: Sequence) -> None:
+        while not self._has_room(sequence):
+            if self._make_room(1):
+                (page,) = self._pool.allocate(1)
+                self._clear(page)
+                sequence.table.append([page])
+                return
+            able = [s for s in self.running if s.state in (State.PREFILLING, State.DECODING)]
+            # With copies under way pages come back by themselves: nobody is sent away for those.
+            others_wait = able[-1] is sequence and len(able) < len(self.running)
+            if self._pool.occupancy.draining or others_wait:
+                return
+            self._preempt(able[-1])
+            if able[-1] is sequence:
+                return
+
+    def _preempt(self, sequence: Sequence) -> None:
+        sequence.fire(Event.PREEMPT)
+        sequence.drop_pages()
+        sequence.preemptions += 1
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self.counts["preemptions"] += 1
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Gives it the pages that its tokens need, shared ones first. False: not now."""
+        if len(self.running) >= self._running_max:
+            return False
+        tokens, size = sequence.tokens, self._page_tokens
+        pages = -(-len(tokens) // size)
+        found = len(self._radix.match(tokens[: sequence.reusable_pages * size]).pages)
+        found -= found % sequence.chunk_pages
+        match = self._radix.match(tokens[: found * size])
+        lock = self._radix.lock(match)
+        # Taken before room is made: a page in the middle of a node is not kept by the lock.
+        self._pool.share(match.pages)
+        if not self._make_room(pages - found):
+            self._pool.free(match.pages)
+            lock.release()
+            return False
+        sequence.lock = lock
+        sequence.table.append(match.pages)
+        sequence.table.append(self._pool.allocate(pages - found))
+        self._clear(sequence.table.ids[-1])
+        sequence.begin_prefill(found, pages)
+        sequence.loading = self._start_load(sequence, found)
+        sequence.fire(Event.ADMIT if sequence.loading is None else Event.AWAIT)
+        return True
+
+    def _start_load(self, sequence: Sequence, found: int) -> Loading | None:
+        places = range(found, min(sequence.shareable_pages, sequence.reusable_pages))
+        if self._tiers is None or not places:
+            return None
+        keys = self._tiers.keys(sequence.request.prompt)
+        ids = sequence.table.ids[places.start : places.stop]
+        transfer = self._tiers.start_load(keys[places.start : places.stop], ids, sequence.request)
+        return None if transfer is None else Loading(places, transfer)
+
+    def _make_room(self, count: int) -> bool:
+        """Whether `count` pages are free, after evicting what nobody uses."""
+        while True:
+            # Those that drain are free when a copy ends: nothing more has to go for them.
+            occupancy = self._pool.occupancy
+            missing = count - occupancy.free - occupancy.draining
+            evicted = self._radix.evict(max(0, missing))
+            if not evicted:
+                return occupancy.free >= count
+            self._pool.free(evicted)
+            self.counts["evicted_pages"] += len(evicted)
+
+    def _clear(self, page: int) -> None:
+        """What lies behind a sequence's last token is masked, which works for finite numbers alone,
+        and a page may hold anything of its last owner, or of a load that failed.
+        """
+        self._pool.rows[page].zero_()

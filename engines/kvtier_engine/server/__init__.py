@@ -1,0 +1,1 @@
+"""The engine over HTTP, as OpenAI's clients speak it."""

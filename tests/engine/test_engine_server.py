@@ -1,0 +1,188 @@
+"""The server over real sockets: what clients of OpenAI's API send, and what they must get back."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.engine_rig import engine_of, tiny_model
+from tests.engine.server_rig import Served, serve
+
+MESSAGES = [{"role": "user", "content": "tell me about pages of tokens"}]
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    yield from serve(engine_of(tiny_model(), queue_requests_max=8))
+
+
+def events(text: str) -> list[Any]:
+    parts = [part.removeprefix("data: ") for part in text.split("\n\n") if part]
+    return [part if part == "[DONE]" else json.loads(part) for part in parts]
+
+
+def test_a_chat_whole_and_streamed(served: Served) -> None:
+    path, asked = (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "max_tokens": 12, "ignore_eos": True},
+    )
+    status, whole, _ = served.post(path, **asked)
+    assert status == 200
+    assert (whole["object"], whole["model"]) == ("chat.completion", "tiny")
+    choice = whole["choices"][0]
+    assert (choice["message"]["role"], choice["finish_reason"]) == ("assistant", "length")
+    prompt = "user: tell me about pages of tokens\nassistant:"
+    assert whole["usage"]["prompt_tokens"] == len(prompt)
+    assert whole["usage"]["completion_tokens"] == 12
+    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+    status, text, headers = served.post(
+        path, **asked, stream=True, stream_options={"include_usage": True}
+    )
+    assert (status, headers["content-type"]) == (200, "text/event-stream")
+    *chunks, usage, done = events(text)
+    assert done == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert said == choice["message"]["content"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    cached = len(prompt) // 8 * 8
+    details = usage["usage"]["prompt_tokens_details"]
+    assert (usage["choices"], details["cached_tokens"]) == ([], cached)
+    assert details["cached_tokens_by_tier"]["device"] == cached
+
+
+def test_a_completion_with_logprobs_and_a_list_of_tokens(served: Served) -> None:
+    path = "/v1/completions"
+    _, by_text, _ = served.post(path, prompt="abcdef", max_tokens=3, logprobs=2, ignore_eos=True)
+    ids = served.engine.model.tokenizer.encode("abcdef")
+    _, by_ids, _ = served.post(path, prompt=ids, max_tokens=3, logprobs=2, ignore_eos=True)
+    assert by_text["object"] == "text_completion"
+    assert by_text["choices"] == by_ids["choices"]
+    logprobs = by_text["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == 3
+    assert all(len(top) == 2 for top in logprobs["top_logprobs"])
+    assert logprobs["token_logprobs"][0] == max(logprobs["top_logprobs"][0].values())
+
+
+def test_models_health_and_metrics(served: Served) -> None:
+    _, models, _ = served.call("GET", "/v1/models")
+    assert [model["id"] for model in models["data"]] == ["tiny"]
+    assert served.call("GET", "/v1/models/tiny")[0] == 200
+    assert served.call("GET", "/health")[:2] == (200, {"status": "ok"})
+    served.post("/v1/completions", prompt="ab", max_tokens=1)
+    _, metrics, _ = served.call("GET", "/metrics")
+    assert "# TYPE kvtier_engine_requests_done_total counter" in metrics
+    assert "kvtier_engine_requests_done_total 1\n" in metrics
+    assert "kvtier_engine_pages 64\n" in metrics
+    served.engine.close()
+    assert served.call("GET", "/health")[0] == 503
+    assert served.post("/v1/completions", prompt="ab")[0] == 503
+
+
+BAD: dict[str, tuple[dict[str, object], str]] = {
+    "temperature": ({"prompt": "a", "temperature": -1}, "temperature is -1"),
+    "text": ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
+    "top_p": ({"prompt": "a", "top_p": 2}, "top_p is 2"),
+    "unknown": ({"prompt": "a", "colour": 1}, "an argument nobody knows: colour"),
+    "n": ({"prompt": "a", "n": 2}, "n is 2"),
+    "no prompt": ({}, "prompt is None"),
+    "empty": ({"prompt": []}, "an empty prompt"),
+    "two": ({"prompt": ["a", "b"]}, "prompt is"),
+    "foreign": ({"prompt": [9999]}, "a token outside"),
+    "long": ({"prompt": "a" * 600}, "do not fit into 512"),
+    "tokens": ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
+    "stop": ({"prompt": "a", "stop": [1]}, "stop is"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(served: Served, name: str) -> None:
+    body, said = BAD[name]
+    status, content, _ = served.post("/v1/completions", **body)
+    assert status == 400
+    assert said in content["error"]["message"]
+    assert content["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/v1/completions", b"[1]", 400),
+        ("POST", "/v1/completions", b"[" * 100_000, 400),
+        ("POST", "/v1/completions", {"model": "other", "prompt": "a"}, 404),
+        ("POST", "/v1/chat/completions", {"model": "tiny", "messages": []}, 400),
+        ("POST", "/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user"}]}, 400),
+        ("POST", "/v1/completions", b"x" * (9 << 20), 413),
+        ("POST", "/v1/nothing", {}, 404),
+        ("GET", "/v1/completions", None, 405),
+        ("GET", "/nothing", None, 404),
+    ],
+    ids=lambda value: None if isinstance(value, bytes | dict) else str(value),
+)
+def test_what_cannot_be_served_is_answered(
+    served: Served, method: str, path: str, body: object, status: int
+) -> None:
+    answer = served.call(method, path, body)
+    assert answer[0] == status
+    assert "message" in answer[1]["error"]
+    assert served.call("GET", "/health")[0] == 200
+
+
+def test_a_connection_is_used_again_and_garbage_ends_it_alone(served: Served) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+    for _ in range(3):
+        connection.request("GET", "/health")
+        assert connection.getresponse().read()
+    connection.close()
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as raw:
+        raw.sendall(b"what is this\r\n\r\n")
+        assert b" 400 " in raw.recv(1000)
+    assert served.call("GET", "/health")[0] == 200
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "did not come about"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_goes_away_ends_its_request(served: Served, stream: bool) -> None:
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 500, "ignore_eos": True}
+    data = json.dumps(body | {"stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as raw:
+        raw.sendall(head.encode() + data)
+        until(lambda: served.engine.stats()["requests_running"] == 1)
+    until(lambda: not served.engine.has_work)
+    assert served.engine.stats()["requests_failed"] == 1
+
+
+def test_over_the_bound_it_is_429_with_retry_after() -> None:
+    for served in serve(engine_of(tiny_model(), queue_requests_max=1, running_requests_max=1)):
+        answers: list[tuple[int, Any, dict[str, str]]] = []
+
+        def ask(to: Served = served, into: list[Any] = answers) -> None:
+            into.append(to.post("/v1/completions", prompt="abc", max_tokens=200, ignore_eos=True))
+
+        threads = [threading.Thread(target=ask) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        statuses = [status for status, _, _ in answers]
+        assert set(statuses) == {200, 429}
+        refused = next(answer for answer in answers if answer[0] == 429)
+        assert refused[2]["retry-after"] == "1"
+        assert refused[1]["error"]["code"] == "queue_full"

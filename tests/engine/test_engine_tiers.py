@@ -1,0 +1,234 @@
+"""The engine with a real daemon below: hits from each tier, damage, and a daemon that is away."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier.client import Connection
+from kvtier.client.device import DevicePool
+from kvtier.testing.daemon_process import DaemonProcess
+from kvtier_engine.cache.tiers import KvtierTiers
+from kvtier_engine.demo.damage import flip_payload_byte
+from kvtier_engine.engine import Engine
+from kvtier_engine.errors import RequestCancelled
+from kvtier_engine.model.load import LoadedModel
+from kvtier_engine.schedule.request import CachedTokens
+from kvtier_engine.settings import EngineSettings, layout_of
+from tests.engine.engine_rig import (
+    PAGE_TOKENS,
+    answers,
+    engine_of,
+    greedy,
+    prompt_of,
+    tiny_model,
+)
+
+PROMPTS = [prompt_of(n, seed=n) for n in (3, 8, 9, 16, 17, 40, 100)]
+REQUESTS = [greedy(prompt, 10) for prompt in PROMPTS]
+#: Whole pages before the last token of each prompt.
+CACHED = [0, 0, 8, 8, 16, 32, 96]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Loads what a connection would load in the background, beyond the end of a short test."""
+    kvtier.warm_up()
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def cold(model: LoadedModel) -> list[tuple[int, ...]]:
+    return [answers(engine_of(model), [request])[0].tokens for request in REQUESTS]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path, f"nvme.paths={tmp_path}/nvme", "nvme.bytes=64MiB") as process:
+        yield process
+
+
+@contextmanager
+def engine_on(model: LoadedModel, kv: Connection, **settings: object) -> Iterator[Engine]:
+    """An engine with an empty pool; everything it offloads is stored when this ends."""
+    pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), 64)
+    tiers = KvtierTiers(kv, pool)
+    engine = Engine(model, pool, tiers=tiers, settings=EngineSettings(**settings))
+    try:
+        yield engine
+        assert tiers.drain(20), "offloads hang"
+    finally:
+        tiers.close()
+    engine.check_idle()
+    assert pool.occupancy.pinned == 0
+
+
+def told(engine: Engine) -> list[tuple[int, ...]]:
+    return [done.tokens for done in answers(engine, REQUESTS)]
+
+
+def test_a_new_engine_finds_in_host_memory_what_another_computed(
+    model: LoadedModel, cold: list[tuple[int, ...]], daemon: DaemonProcess
+) -> None:
+    with kvtier.connect(daemon.url) as kv:
+        with engine_on(model, kv) as engine:
+            assert told(engine) == cold
+        assert engine.stats()["offload_stored_pages"] == 23
+        with engine_on(model, kv) as engine:
+            done = answers(engine, REQUESTS)
+        assert [one.tokens for one in done] == cold
+        assert [one.cached for one in done] == [CachedTokens(host=count) for count in CACHED]
+        assert engine.stats()["cached_host_tokens"] == sum(CACHED)
+        with engine_on(model, kv, chunk_pages=2) as engine:
+            done = answers(engine, REQUESTS)
+            # All three tiers are in one picture.
+            until = time.monotonic() + 20
+            while not kv.status().pools:
+                assert time.monotonic() < until, "the pool never appears"
+                time.sleep(0.01)
+        assert [one.cached.host for one in done] == [0, 0, 0, 0, 16, 32, 96]
+
+
+def test_after_a_crash_it_is_found_on_nvme(
+    model: LoadedModel, cold: list[tuple[int, ...]], daemon: DaemonProcess
+) -> None:
+    with kvtier.connect(daemon.url) as kv:
+        with engine_on(model, kv) as engine:
+            told(engine)
+        kv.flush(deadline=20)
+    daemon.kill()
+    daemon.start()
+    with kvtier.connect(daemon.url) as kv, engine_on(model, kv) as engine:
+        done = answers(engine, REQUESTS)
+    assert [one.tokens for one in done] == cold
+    assert [one.cached for one in done] == [CachedTokens(nvme=count) for count in CACHED]
+
+
+def test_a_damaged_page_alone_is_computed_again(
+    model: LoadedModel, cold: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    # Without an NVMe tier, which would have a good copy.
+    with DaemonProcess(tmp_path) as daemon, kvtier.connect(daemon.url) as kv:
+        with engine_on(model, kv) as engine:
+            told(engine)
+            namespace = kv.namespace(engine.pool.layout)
+        keys = namespace.keys(PROMPTS[-1])
+        ref = namespace.get(keys)[5].ref
+        assert ref is not None
+        flip_payload_byte(daemon.pid, ref.slot, at=100)
+        with engine_on(model, kv) as engine:
+            (done,) = answers(engine, REQUESTS[-1:])
+        assert done.tokens == cold[-1]
+        assert done.cached == CachedTokens(host=96 - PAGE_TOKENS)
+        stats = engine.stats()
+        assert (stats["load_hit_pages"], stats["load_corrupt_pages"]) == (11, 1)
+        # The page and the four tokens after the last whole page; and it is stored again.
+        assert (stats["prefill_passes"], stats["offload_stored_pages"]) == (2, 1)
+        assert namespace.lookup(keys).hits == len(keys)
+
+
+AWAY: dict[str, Callable[[DaemonProcess], object]] = {
+    "killed": DaemonProcess.kill,
+    "stopped": lambda daemon: daemon.signal(signal.SIGSTOP),
+}
+
+
+@pytest.mark.parametrize("how", AWAY)
+def test_a_daemon_that_goes_away_and_comes_back(
+    model: LoadedModel, cold: list[tuple[int, ...]], daemon: DaemonProcess, how: str
+) -> None:
+    with kvtier.connect(daemon.url) as kv:
+        with engine_on(model, kv) as engine:
+            told(engine)
+        with engine_on(model, kv) as engine:
+            AWAY[how](daemon)
+            done = answers(engine, REQUESTS)
+            assert [one.tokens for one in done] == cold
+            if how == "killed":
+                assert sum(one.cached.total for one in done) == 0
+                assert engine.stats()["away"] >= 1
+                daemon.start()
+            else:
+                daemon.signal(signal.SIGCONT)
+            until = time.monotonic() + 30
+            found = 0
+            while not found:  # connects anew by itself
+                assert time.monotonic() < until, "never found again"
+                with engine_on(model, kv) as fresh:
+                    done = answers(fresh, REQUESTS)
+                assert [one.tokens for one in done] == cold
+                found = sum(one.cached.total for one in done)
+
+
+def test_a_daemon_that_was_never_there(
+    model: LoadedModel, cold: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    with kvtier.connect(f"unix://{tmp_path}/none.sock") as kv, engine_on(model, kv) as engine:
+        assert told(engine) == cold
+        assert engine.stats()["load_unavailable_pages"] > 0
+
+
+def test_a_connection_that_is_closed_under_the_engine(
+    model: LoadedModel, cold: list[tuple[int, ...]], daemon: DaemonProcess
+) -> None:
+    kv = kvtier.connect(daemon.url)
+    with engine_on(model, kv) as engine:
+        first = engine.submit(REQUESTS[-1])
+        engine.step()
+        kv.close()
+        assert told(engine) == cold
+        assert first.result(0).tokens == cold[-1]
+        assert engine.stats()["transfers_broken"] > 0
+
+
+def test_a_request_is_given_up_while_its_pages_are_loaded(
+    model: LoadedModel, cold: list[tuple[int, ...]], daemon: DaemonProcess
+) -> None:
+    with kvtier.connect(daemon.url) as kv:
+        with engine_on(model, kv) as engine:
+            told(engine)
+        with engine_on(model, kv) as engine:
+            daemon.signal(signal.SIGSTOP)
+            handle = engine.submit(REQUESTS[-1])
+            engine.step()
+            assert engine.pool.occupancy.pinned > 0
+            engine.cancel(handle)
+            engine.step()
+            with pytest.raises(RequestCancelled):
+                handle.result(0)
+            daemon.signal(signal.SIGCONT)
+            # Others go on meanwhile, and get none of the pages that the load may still write.
+            assert told(engine) == cold
+
+
+def test_evicted_prefixes_come_back_from_the_host(
+    model: LoadedModel, cold: list[tuple[int, ...]], daemon: DaemonProcess
+) -> None:
+    """A pool with room for one long prompt: every turn finds its prefix one tier lower."""
+    with kvtier.connect(daemon.url) as kv:
+        pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), 15)
+        tiers = KvtierTiers(kv, pool)
+        engine = Engine(model, pool, tiers=tiers)
+        try:
+            others = greedy(prompt_of(100, seed=50), 10)
+            for turn in range(3):
+                (done,) = answers(engine, REQUESTS[-1:])
+                assert done.tokens == cold[-1]
+                assert done.cached.total == (96 if turn else 0)
+                assert done.cached.host >= (80 if turn else 0)
+                assert tiers.drain(20)
+                answers(engine, [others])
+                assert tiers.drain(20)
+        finally:
+            tiers.close()
+        engine.check_idle()
