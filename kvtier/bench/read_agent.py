@@ -104,10 +104,12 @@ def read_compact(lines: Iterable[Line], block_tokens: int | None, *, arrivals: A
     length = 0
     for line in lines:
         if "meta" in line:
-            meta = Line(line.path, line.number, line.get("meta"))
-            file_tokens = meta.count("block_size", 1)
+            meta = line.get("meta")
+            if not isinstance(meta, dict):
+                raise line.wrong("meta is no object")
+            file_tokens = Line(line.path, line.number, meta).count("block_size", 1)
             continue
-        if _SUMMARIES & line.fields.keys():
+        if line.fields.keys() == {"models"}:  # names of the models, by the numbers in "m"
             continue
         if builder is None or joiner is None:
             tokens, group = _group_of(line, file_tokens, block_tokens)
