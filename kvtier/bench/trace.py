@@ -67,11 +67,13 @@ class Trace:
         """Of block slots: what a cache that never evicts would hold in the end."""
         return self.blocks_seen * self.block_tokens
 
-    def tokens(self, request: int | slice, blocks: Longs | int) -> Longs:
-        """Input tokens in the first `blocks` blocks: the last block weighs what is left."""
-        found: Longs = np.minimum(
-            np.asarray(blocks, np.int64) * self.block_tokens, self.input_tokens[request]
-        )
+    def tokens(self, blocks: Longs) -> Longs:
+        """Of each request, the input tokens in its first `blocks` blocks.
+
+        The last block weighs what is left of the input, so that all blocks weigh all of it.
+        """
+        found: Longs = np.minimum(blocks * self.block_tokens, self.input_tokens)
+        found[blocks == self.blocks] = self.input_tokens[blocks == self.blocks]
         return found
 
 
