@@ -63,6 +63,8 @@ class Cache:
         self._words: npt.NDArray[np.uint64] = self._table.key_words_np[:, 0]
         self.stored = 0
         self.evicted = 0
+        #: Of the blocks that gave way last: which had been used since they were stored.
+        self.gone_used: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
 
     def __len__(self) -> int:
         return self.slots - self._free_count
@@ -78,15 +80,11 @@ class Cache:
         count = int(np.count_nonzero(is_here))
         return count if count == len(path) or is_here[:count].all() else int(is_here.argmin())
 
-    def touch(self, path: Ints) -> Ints:
-        """A request has used these blocks, which are here, from head to tail; those of them that
-        were used before since they were stored."""
+    def touch(self, path: Ints) -> None:
+        """A request has used these blocks, which are here, from head to tail."""
         rows = self._row_np[path].astype(np.int64)
-        uses = self._uses[rows]
-        again: Ints = path[uses > 0]
-        self._uses[rows] = np.minimum(uses, 254) + 1
+        self._uses[rows] = 1
         self._policy.touch(rows)
-        return again
 
     def store(self, path: Ints) -> tuple[Ints, Ints]:
         """Stores blocks that are not here, from head to tail; (those that had room, those that
@@ -135,6 +133,7 @@ class Cache:
         self._free[self._free_count : self._free_count + len(rows)] = freed[::-1]
         self._free_count += len(rows)
         self.evicted += len(rows)
+        self.gone_used = self._uses[freed] > 0
         return self._block_np[freed]
 
     def _admit(self, path: Ints) -> None:
