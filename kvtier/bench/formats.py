@@ -15,7 +15,6 @@ formats are chained on reading: two blocks are one only if everything before the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -110,7 +109,6 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
     """Reads a trace to its end. Raises TraceError, naming file and line, for what is malformed."""
     chosen = options or ReadOptions()
     found = detect(path)
-    read: Callable[[], Trace]
     if found is TraceFormat.AGENT_COMPACT:
         trace = read_compact(
             Lines(path, chosen.progress), chosen.block_tokens, arrivals=chosen.arrivals

@@ -1,4 +1,4 @@
-"""How many bytes of KV a token of a model costs, over all its layers and without tensor parallelism.
+"""How many bytes of KV a token of a model costs, over all its layers and all its ranks.
 
 From the models' published configurations. Grouped attention keeps k and v of `heads` heads of `dim`
 elements a layer; multi-head latent attention one latent of `dim` and a rotary part of `rope`

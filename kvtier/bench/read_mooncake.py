@@ -108,5 +108,3 @@ def _name(line: Line, field: str) -> Hashable:
     if not isinstance(value, int | str):
         raise line.wrong(f"{field} is neither a number nor text")
     return value
-
-
