@@ -20,7 +20,7 @@ from kvtier.bench.trace import Trace
 __all__ = ["Sizes", "parse_amount", "parse_tiers"]
 
 _AMOUNT: Final = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-zA-Z%]+)")
-_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_POWERS: Final[dict[str, int]] = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _GRAMMAR: Final = (
     "write tiers as gpu=30GiB,host=1.5TB,nvme=15TB: bytes (GiB, TB, ...), tokens (3Mtok) or a part "
     "of the working set (25%)"
@@ -67,7 +67,7 @@ def parse_amount(text: str, sizes: Sizes) -> int:
     if unit == "%":
         return round(trace.blocks_seen * number / 100)
     if unit.endswith("tok") and unit[:-3] in _POWERS:
-        return round(number * 1000 ** _POWERS[unit[:-3]]) // trace.block_tokens
+        return round(number * float(1000 ** _POWERS[unit[:-3]])) // trace.block_tokens
     kind = re.fullmatch(r"([kmgtp]?)(i?)b", unit)
     if kind is None or (kind[2] and not kind[1]):
         raise BenchInput(f"size {text!r} has an unknown unit {match[2]!r}", remedy=_GRAMMAR)
@@ -76,5 +76,5 @@ def parse_amount(text: str, sizes: Sizes) -> int:
             f"size {text!r} is in bytes, and no model says how many a token has",
             remedy="name one with --model or --bytes-per-token, or give tokens (3Mtok)",
         )
-    total = round(number * (1024 if kind[2] else 1000) ** _POWERS[kind[1]])
+    total = round(number * float((1024 if kind[2] else 1000) ** _POWERS[kind[1]]))
     return total // (sizes.token_bytes * trace.block_tokens)

@@ -70,7 +70,7 @@ class Line:
             raise self.wrong(f"{name} is {_short(self.get(name))}, not a time from 0")
         return float(value)
 
-    def ids(self, name: str) -> list[int]:
+    def ids(self, name: str) -> list[Any]:
         """A list, whose items are looked at when they are used. Raises TraceError."""
         value = self.get(name)
         if not isinstance(value, list):
@@ -121,7 +121,7 @@ def open_bytes(raw: BinaryIO) -> BinaryIO:
     magic = raw.read(2)
     raw.seek(0)
     if magic == _GZIP:
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)  # type: ignore[arg-type, return-value]
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
     return raw
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Final
+from typing import Any, Final
 
 from kvtier.bench.errors import TraceError
 from kvtier.bench.lines import Line
@@ -60,11 +60,11 @@ def read_mooncake(
     return builder.build(notes)
 
 
-def _follow(builder: TraceBuilder, line: Line, ids: list[int]) -> int:
+def _follow(builder: TraceBuilder, line: Line, ids: list[Any]) -> int:
     try:
         return builder.blocks.follow(ids)
     except TypeError:
-        if not all(type(content) is str for content in ids):
+        if not all(isinstance(content, str) for content in ids):
             raise line.wrong("hash_ids has an id that is no whole number") from None
     return builder.blocks.follow([builder.blocks.number(content) for content in ids])
 
