@@ -77,8 +77,11 @@ def test_conversation_under_lru(tokens_m, percent):
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("write", "percent", "written_m"),
-    [(WritePolicy.THROUGH, 36.6, 94.7), (WritePolicy.BACK, 36.6, 92.5)]
-    + [(WritePolicy.SELECTIVE, 19.6, 8.3)],
+    [
+        (WritePolicy.THROUGH, 36.6, 94.7),
+        (WritePolicy.BACK, 36.6, 92.5),
+        (WritePolicy.SELECTIVE, 19.6, 8.3),
+    ],
 )
 def test_conversation_with_nvme_behind_host_memory(write, percent, written_m):
     found = conversation()

@@ -191,7 +191,14 @@ def test_the_compact_form_is_the_same_trace(tmp_path):
                 kept += 1
             ranges = [[i, 1] for i in ids[kept:]]
             rows.append(
-                {"s": number, "t": 2.0 * turn, "in": len(ids) * 64, "out": 5, "k": kept, "r": ranges}
+                {
+                    "s": number,
+                    "t": 2.0 * turn,
+                    "in": len(ids) * 64,
+                    "out": 5,
+                    "k": kept,
+                    "r": ranges,
+                }
             )
             before = ids
     compact = read_trace(write_lines(tmp_path / "compact", rows))
@@ -212,9 +219,7 @@ def test_arrivals_clip_gaps_and_follow_the_seed(tmp_path):
     assert (one.arrival_s - one.arrival_s[0]).tolist() == [0.0, 2.0, 102.0]
     assert 0 <= one.arrival_s[0] < 7200
     assert one.arrival_s[0] != two.arrival_s[0]
-    assert one.notes == (
-        "session starts drawn over 2 h (seed 4), idle gaps clipped to 100 s",
-    )
+    assert one.notes == ("session starts drawn over 2 h (seed 4), idle gaps clipped to 100 s",)
 
 
 # -- ragpulse -------------------------------------------------------------------------------------
@@ -263,7 +268,7 @@ def test_ragpulse_is_cut_to_blocks_of_its_components(tmp_path):
 def test_ragpulse_without_its_components(tmp_path):
     path = ragpulse(tmp_path)
     (tmp_path / "ragpulse_3_history.jsonl").unlink()
-    with pytest.raises(TraceError, match="no file \\*history.jsonl beside it"):
+    with pytest.raises(TraceError, match=r"no file \*history.jsonl beside it"):
         read_trace(path)
 
 
