@@ -37,7 +37,7 @@ class Router(StrEnum):
     LEAST = "least"  # the least work waiting
     SESSION = "session"  # a hash of the session's id
     SESSION_BOUNDED = "session-bounded"  # where the session was, unless that is overloaded
-    PREFIX = "prefix"  # the longest cached prefix
+    PREFIX = "prefix"  # the longest cached prefix, and nothing else
     KV = "kv"  # the least of uncached tokens and tokens waiting
 
 
@@ -170,7 +170,7 @@ class _Replicas:
         """The replica for a request."""
         router = self._fleet.router
         if router is Router.LEAST:
-            return self._least(range(self._fleet.replicas))
+            return self._least()
         if router in (Router.SESSION, Router.SESSION_BOUNDED):
             mixed = _mixed(session)
             # Other bits than those that choose the replica.
@@ -181,7 +181,7 @@ class _Replicas:
             return self._bounded(session)
         if router is Router.PREFIX:
             found = [cache.prefix(path) for cache in self._caches]
-            return self._least([at for at, n in enumerate(found) if n == max(found)])
+            return found.index(max(found))
         if router is Router.KV:
             return self._cheapest(path, tokens)
         return self._next()
@@ -197,11 +197,11 @@ class _Replicas:
             self._queued[at] -= queue.popleft()[1]
         return self._queued[at] if queue else 0.0
 
-    def _least(self, among: range | list[int]) -> int:
+    def _least(self) -> int:
         """In turn among those that have nothing to do."""
         self._turn += 1
         n = self._fleet.replicas
-        return min(among, key=lambda at: (self._waiting(at), (at - self._turn) % n))
+        return min(range(n), key=lambda at: (self._waiting(at), (at - self._turn) % n))
 
     def _bounded(self, session: int) -> int:
         fleet = self._fleet
@@ -210,7 +210,7 @@ class _Replicas:
             mean = sum(map(self._waiting, range(fleet.replicas))) / fleet.replicas
             if self._waiting(home) <= fleet.bound * mean + fleet.bound_s:
                 return home
-        self._home[session] = home = self._least(range(fleet.replicas))
+        self._home[session] = home = self._least()
         return home
 
     def _cheapest(self, path: Ints, tokens: int) -> int:

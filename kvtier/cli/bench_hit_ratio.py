@@ -29,6 +29,7 @@ from kvtier.bench.report import (
 )
 from kvtier.bench.routing import Fleet, Router, route
 from kvtier.bench.routing_report import SERVICE, routed, routing_rows, routing_sentence
+from kvtier.bench.textbook import TEXTBOOK, textbook_replay
 from kvtier.bench.trace import Trace
 from kvtier.cli.progress_bar import ProgressBar
 from kvtier.cli.table import table
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """The exit code. Raises TraceError and BenchInput."""
     if arguments.plot is not None:
         check_name(arguments.plot)
-    policies = _names(arguments.policy, POLICIES, "policy")
+    policies = _names(arguments.policy, [*POLICIES, *TEXTBOOK], "policy")
     writes = [WritePolicy(name) for name in _names(arguments.write, WritePolicy, "write")]
     routers = [Router(name) for name in _names(arguments.router, Router, "router")]
     token_bytes = _token_bytes(arguments)
@@ -77,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
                     slots=slots, policy=policy, write=write, told=not arguments.untold
                 )
                 bar = ProgressBar(policy, sizes.trace.requests, unit="requests")
-                results.append(result(basis, sizes, replay(sizes.trace, plan, bar.at)))
+                play = textbook_replay if policy in TEXTBOOK else replay
+                results.append(result(basis, sizes, play(sizes.trace, plan, bar.at)))
                 bar.end()
     report = document(summary(basis, sizes), setup, results)
     if arguments.csv is not None:

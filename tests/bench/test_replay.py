@@ -7,7 +7,9 @@ import pytest
 
 from kvtier.bench.bounds import Optimum, ceiling, own_prefix
 from kvtier.bench.cache import Cache
+from kvtier.bench.errors import BenchInput
 from kvtier.bench.replay import ReplayPlan, SimTier, WritePolicy, replay
+from kvtier.bench.textbook import textbook_replay
 from kvtier.bench.trace import Paths
 from kvtier.core.policy import POLICIES
 from tests.bench.traces import build, conversations, plain_lru, plain_min, upwards
@@ -161,3 +163,40 @@ def test_a_replay_is_the_same_every_time(policy):
     one, two = replay(trace, plan), replay(trace, plan)
     assert one.prefix.tolist() == two.prefix.tolist()
     assert one.traffic == two.traffic
+
+
+# -- textbook policies ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [0, *SLOTS])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fifo(seed, slots):
+    trace = build(conversations(seed))
+    queue: list[int] = []
+    expected = []
+    for request in range(trace.requests):
+        path = upwards(trace, request)
+        hits = [block in queue for block in path]
+        expected.append(hits.index(False) if False in hits else len(hits))
+        for block in reversed(path):
+            if block not in queue and slots:
+                queue = [*queue, block][-slots:]
+    plan = ReplayPlan(slots={SimTier.HOST: slots}, policy="fifo")
+    assert textbook_replay(trace, plan).prefix.tolist() == expected
+
+
+def test_textbook_arc_keeps_what_is_used_twice_through_a_scan():
+    often = [(0, [1]), (0, [1]), (0, [2]), (0, [2])]
+    scan = [(1, [100 + n]) for n in range(50)]
+    trace = build([*often, *scan, (0, [1]), (0, [2])])
+    plan = {"slots": {SimTier.HOST: 4}}
+    arc = textbook_replay(trace, ReplayPlan(policy="arc-textbook", **plan))
+    fifo = textbook_replay(trace, ReplayPlan(policy="fifo", **plan))
+    assert arc.prefix.tolist()[-2:] == [1, 1]
+    assert fifo.prefix.tolist()[-2:] == [0, 0]
+
+
+def test_a_textbook_policy_has_one_tier():
+    trace = build(conversations(1))
+    with pytest.raises(BenchInput, match="policy fifo is a textbook's, for one tier alone"):
+        textbook_replay(trace, ReplayPlan(slots={SimTier.GPU: 3, SimTier.HOST: 4}, policy="fifo"))
