@@ -41,7 +41,6 @@ def ours(name, slots):
     return textbook_replay(trace, ReplayPlan(slots={SimTier.HOST: slots}, policy=name)).prefix
 
 
-@pytest.mark.leaks_allowed("its hash table of processes keeps a semaphore")
 @pytest.mark.parametrize(
     ("name", "kind", "within"),
     [("lru", "LRU", 0.00005), ("fifo", "FIFO", 0.00005), ("arc-textbook", "ARC", 0.00005)],

@@ -8,6 +8,7 @@ import pytest
 from kvtier.bench.bounds import Optimum, ceiling, own_prefix
 from kvtier.bench.cache import Cache
 from kvtier.bench.errors import BenchInput
+from kvtier.bench.lru_curve import lru_curve
 from kvtier.bench.replay import ReplayPlan, SimTier, WritePolicy, replay
 from kvtier.bench.textbook import textbook_replay
 from kvtier.bench.trace import Paths
@@ -163,6 +164,19 @@ def test_a_replay_is_the_same_every_time(policy):
     one, two = replay(trace, plan), replay(trace, plan)
     assert one.prefix.tolist() == two.prefix.tolist()
     assert one.traffic == two.traffic
+
+
+# -- one pass ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, 3, 4])
+def test_one_pass_finds_what_the_daemons_policy_finds_at_every_size(seed):
+    pytest.importorskip("numba", reason="numba is in the extra [fast]")
+    # Every block many times over, so that times are renumbered.
+    trace = build(conversations(seed) * 4)
+    slots = [200, 0, 1, 7, 40, 90, 10_000]
+    for size, found in zip(slots, lru_curve(trace, slots), strict=True):
+        assert found.tolist() == prefix(trace, slots={SimTier.HOST: size}), size
 
 
 # -- textbook policies ----------------------------------------------------------------------------
