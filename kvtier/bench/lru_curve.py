@@ -15,11 +15,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.bench.errors import BenchInput
+from kvtier.bench.replay import Replay, ReplayPlan, Traffic
 from kvtier.bench.trace import Trace
 from kvtier.errors import MissingExtra
 from kvtier.packing.optional_code import load_optional
 
-__all__ = ["lru_curve"]
+__all__ = ["lru_curve", "one_pass"]
 
 Ints = npt.NDArray[np.int32]
 
@@ -39,4 +41,21 @@ def lru_curve(trace: Trace, slots: Sequence[int]) -> list[Ints]:
     found: list[Ints] = [hits[:, 0]] * len(order)
     for column, at in enumerate(order.tolist()):
         found[at] = np.ascontiguousarray(hits[:, column])
+    return found
+
+
+def one_pass(trace: Trace, plans: Sequence[ReplayPlan]) -> list[Replay]:
+    """As `replay` of each plan, all of LRU and of one tier. Raises BenchInput for others."""
+    for plan in plans:
+        if plan.policy != "lru" or len(plan.slots) != 1:
+            raise BenchInput(
+                "one pass is for LRU and one tier", remedy="leave out --one-pass, or the rest"
+            )
+    slots = [next(iter(plan.slots.values())) for plan in plans]
+    found = []
+    for plan, size, prefix in zip(plans, slots, lru_curve(trace, slots), strict=True):
+        written = int(np.maximum(np.minimum(trace.blocks, size) - prefix, 0).sum())
+        traffic = Traffic(read=int(prefix.sum()), written=written, evicted=max(0, written - size))
+        (tier,) = plan.slots
+        found.append(Replay(plan=plan, hits={tier: prefix}, traffic={tier: traffic}))
     return found

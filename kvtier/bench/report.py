@@ -13,6 +13,7 @@ from typing import Any, Final
 from kvtier.bench.figures import DEFINITIONS
 
 __all__ = [
+    "ONE_PASS",
     "SHARED",
     "csv_text",
     "document",
@@ -29,6 +30,10 @@ SHARED: Final = (
     "copies, in the daemon's order of calls; finding pages, slabs, leases, shards and the "
     "cleaner's head start are not replayed. Tier gpu stands for an engine's own radix cache."
 )
+ONE_PASS: Final = (
+    "Computed in one pass over stack distances, not by the daemon's code: request by request what "
+    "its LRU finds, to which tests hold it. Tier gpu stands for an engine's own radix cache."
+)
 _FORMAT: Final = 1
 
 
@@ -42,7 +47,7 @@ def document(
         "trace": trace,
         "setup": setup,
         "definitions": DEFINITIONS,
-        "shared_with_the_daemon": SHARED,
+        "shared_with_the_daemon": ONE_PASS if setup["one_pass"] else SHARED,
         "results": list(results),
     }
 

@@ -99,6 +99,11 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         help="the daemon's lru, arc, s3-fifo; to compare with, fifo and arc-textbook (one tier)",
     )
     group.add_argument(
+        "--one-pass",
+        action="store_true",
+        help="LRU at all sizes at once, much sooner, without the daemon's own code (one tier)",
+    )
+    group.add_argument(
         "--write",
         default="back",
         metavar="NAME,NAME",

@@ -14,10 +14,12 @@ from kvtier.bench.capacity import Sizes, parse_amount, parse_tiers
 from kvtier.bench.errors import BenchInput
 from kvtier.bench.figures import Basis, result, summary
 from kvtier.bench.formats import ReadOptions, read_trace
+from kvtier.bench.lru_curve import one_pass
 from kvtier.bench.models import KvDtype, bytes_per_token
 from kvtier.bench.plot import check_name, draw
-from kvtier.bench.replay import ReplayPlan, SimTier, WritePolicy, replay
+from kvtier.bench.replay import Replay, ReplayPlan, SimTier, WritePolicy, replay
 from kvtier.bench.report import (
+    ONE_PASS,
     SHARED,
     csv_text,
     document,
@@ -59,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         "kv_dtype": arguments.kv_dtype,
         "token_bytes": token_bytes,
         "engine_hits_told": not arguments.untold,
+        "one_pass": arguments.one_pass,
     }
     if arguments.replicas is not None:
         routings = [
@@ -70,17 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
         report = document(summary(basis, sizes), setup, routings)
         _print(arguments, report, _routing_lines(report))
         return 0
-    results = []
-    for slots in chosen:
-        for write in writes if SimTier.NVME in slots else [WritePolicy.BACK]:
-            for policy in policies:
-                plan = ReplayPlan(
-                    slots=slots, policy=policy, write=write, told=not arguments.untold
-                )
-                bar = ProgressBar(policy, sizes.trace.requests, unit="requests")
-                play = textbook_replay if policy in TEXTBOOK else replay
-                results.append(result(basis, sizes, play(sizes.trace, plan, bar.at)))
-                bar.end()
+    plans = [
+        ReplayPlan(slots=slots, policy=policy, write=write, told=not arguments.untold)
+        for slots in chosen
+        for write in (writes if SimTier.NVME in slots else [WritePolicy.BACK])
+        for policy in policies
+    ]
+    done = one_pass(sizes.trace, plans) if arguments.one_pass else _replay(sizes.trace, plans)
+    results = [result(basis, sizes, found) for found in done]
     report = document(summary(basis, sizes), setup, results)
     if arguments.csv is not None:
         arguments.csv.write_text(csv_text(results), encoding="utf-8")
@@ -88,6 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
         draw(arguments.plot, report)
     _print(arguments, report, _lines(report))
     return 0
+
+
+def _replay(trace: Trace, plans: list[ReplayPlan]) -> Iterator[Replay]:
+    for plan in plans:
+        bar = ProgressBar(plan.policy, trace.requests, unit="requests")
+        play = textbook_replay if plan.policy in TEXTBOOK else replay
+        try:
+            yield play(trace, plan, bar.at)
+        finally:
+            bar.end()
 
 
 def _print(arguments: argparse.Namespace, report: dict[str, Any], lines: Iterator[str]) -> None:
@@ -229,7 +239,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "hit, same (session), other (sessions), optimum: % of input tokens, cold start;"
     yield "2nd half: over the second half of the requests; mean: of each request's own ratio"
-    yield SHARED
+    yield ONE_PASS if report["setup"]["one_pass"] else SHARED
     yield ""
     yield sentence(trace, results[-1])
 

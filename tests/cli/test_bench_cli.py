@@ -74,6 +74,17 @@ def test_sizes_in_bytes_need_a_model(bench, trace):
     assert packed["capacity_tokens"] == 2 * tier["capacity_tokens"]
 
 
+def test_one_pass_gives_the_same_figures(bench, trace):
+    pytest.importorskip("numba", reason="numba is in the extra [fast]")
+    words = (trace, "--capacities", "5%,20%,60%", "--json")
+    replayed, at_once = (
+        json.loads(bench(*words, *more).out)["results"] for more in ((), ("--one-pass",))
+    )
+    assert at_once == replayed
+    assert "not by the daemon's code" in bench(trace, "--one-pass").out
+    assert "one pass is for LRU" in refused(bench(trace, "--one-pass", "--policy", "arc", code=2))
+
+
 def test_csv(bench, trace, tmp_path):
     out = tmp_path / "out.csv"
     bench(trace, "--tiers", "gpu=5%,host=20%", "--csv", out)
