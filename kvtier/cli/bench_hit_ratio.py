@@ -241,7 +241,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield "2nd half: over the second half of the requests; mean: of each request's own ratio"
     yield ONE_PASS if report["setup"]["one_pass"] else SHARED
     yield ""
-    yield sentence(trace, results[-1])
+    yield sentence(trace, results)
 
 
 def _rows(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -42,7 +42,12 @@ def test_one_file_gives_a_table_and_a_sentence(bench, trace):
     assert lines[0].startswith("trace: mooncake, 200 requests of ")
     assert lines[-1].startswith("With ")
     assert "the hit ratio is " in lines[-1]
-    assert sum(line.startswith("lru ") for line in lines) == 8
+    rows = [line.split() for line in lines if line.startswith("lru ")]
+    assert len(rows) == 8
+    # The smallest size that comes close to the best one is the answer.
+    ratios = [float(row[4]) for row in rows]
+    size = rows[next(at for at, ratio in enumerate(ratios) if ratio >= 0.95 * ratios[-1])][3]
+    assert lines[-1].startswith(f"With {size} of host memory, under LRU, the hit ratio is ")
     assert "an engine's own radix cache" in out
 
 
@@ -94,6 +99,7 @@ def test_csv(bench, trace, tmp_path):
     assert float(rows[2]["cold"]) == pytest.approx(sum(parts))
 
 
+@pytest.mark.leaks_allowed("matplotlib keeps the files of its fonts open")
 @pytest.mark.parametrize("name", ["out.png", "out.svg"])
 def test_plot(bench, trace, tmp_path, name):
     pytest.importorskip("matplotlib", reason="matplotlib is in the extra [bench]")
