@@ -192,6 +192,17 @@ def _token_bytes(arguments: argparse.Namespace) -> int | None:
 
 
 def _read(arguments: argparse.Namespace) -> Trace:
+    for name, value, is_wrong in (
+        (
+            "--block-tokens",
+            arguments.block_tokens,
+            arguments.block_tokens is not None and arguments.block_tokens < 1,
+        ),
+        ("--start-hours", arguments.start_hours, not 0 <= arguments.start_hours < 1e6),
+        ("--gap-max", arguments.gap_max, not 0 <= arguments.gap_max < 1e9),
+    ):
+        if is_wrong:
+            raise BenchInput(f"{name} is {value}", remedy="see `kvtier bench hit-ratio --help`")
     path = _find(arguments.trace)
     size = path.stat().st_size if path.is_file() else 1
     bar = ProgressBar(f"reading {path.name}", size, unit="bytes")
