@@ -20,7 +20,9 @@ from kvtier.client import connect
 from kvtier.errors import UnknownConfigKey
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
 
-COMMANDS = ("serve", "status", "put", "get", "verify", "quarantine", "doctor", "config", "metrics")
+COMMANDS = (
+    "serve", "status", "put", "get", "verify", "quarantine", "doctor", "config", "metrics", "bench",
+)  # fmt: skip
 
 
 def failed(result: subprocess.CompletedProcess[str], code: int) -> str:
