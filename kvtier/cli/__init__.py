@@ -18,6 +18,7 @@ from typing import Any
 
 from kvtier._version import __version__
 from kvtier.cli import (
+    bench_command,
     config_command,
     doctor,
     fsck,
@@ -51,6 +52,7 @@ _BUILT_IN = {
     "doctor": doctor.register,
     "config": config_command.register,
     "metrics": metrics_command.register,
+    "bench": bench_command.register,
 }
 
 

@@ -1,0 +1,135 @@
+"""The report of a bench: one document for --json, rows for --csv, and a sentence that answers.
+
+Pure functions.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from kvtier.bench.figures import DEFINITIONS
+
+__all__ = [
+    "SHARED",
+    "csv_text",
+    "document",
+    "percent",
+    "sentence",
+    "setup_lines",
+    "size_text",
+    "token_text",
+]
+
+#: What of the daemon runs in a replay, in every report.
+SHARED: Final = (
+    "Eviction runs the daemon's own policy objects (kvtier.core.policy) over its own table of page "
+    "copies, in the daemon's order of calls; finding pages, slabs, leases, shards and the "
+    "cleaner's head start are not replayed. Tier gpu stands for an engine's own radix cache."
+)
+_FORMAT: Final = 1
+
+
+def document(
+    trace: dict[str, Any], setup: dict[str, Any], results: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """What --json prints; all that a figure depends on is in it."""
+    return {
+        "kvtier_bench": "hit-ratio",
+        "format": _FORMAT,
+        "trace": trace,
+        "setup": setup,
+        "definitions": DEFINITIONS,
+        "shared_with_the_daemon": SHARED,
+        "results": list(results),
+    }
+
+
+def csv_text(results: Sequence[dict[str, Any]]) -> str:
+    """One row a result and tier; tier "all" has the ratios of the whole."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = list(DEFINITIONS)
+    of_tier = ("capacity_tokens", "capacity_bytes", "hit_ratio", "read_tokens", "written_tokens")
+    writer.writerow(
+        ["policy", "write", "tier", *of_tier, *names, "same_session", "cross_session", "optimum"]
+    )
+    for row in results:
+        blank = [""] * (len(names) + 3)
+        for name, tier in row["tiers"].items():
+            values = ["" if tier[of] is None else tier[of] for of in of_tier]
+            writer.writerow([row["policy"], row["write"], name, *values, *blank])
+        capacity = [sum(tier["capacity_tokens"] for tier in row["tiers"].values()), "", "", "", ""]
+        ratios = [row["hit_ratio"][name] for name in names]
+        rest = [row["same_session"], row["cross_session"], row["optimum"]["cold"]]
+        writer.writerow([row["policy"], row["write"], "all", *capacity, *ratios, *rest])
+    return out.getvalue()
+
+
+def sentence(trace: dict[str, Any], row: dict[str, Any]) -> str:
+    """One plain sentence for one result."""
+    parts = [f"{_capacity(tier)} of {name}" for name, tier in row["tiers"].items()]
+    sizes = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    ratio, ceiling = row["hit_ratio"]["cold"], trace["ceiling"]["cold"]
+    return (
+        f"With {sizes}, under {row['policy'].upper()}, the hit ratio is "
+        f"{percent(ratio)} of input tokens: prefill computes "
+        f"{row['prefill_speedup_ideal']:.3g} times fewer tokens than without a cache; the best "
+        f"policy of that size would reach {percent(row['optimum']['cold'])}, and no size more than "
+        f"{percent(ceiling)}."
+    )
+
+
+def setup_lines(trace: dict[str, Any], setup: dict[str, Any]) -> Iterator[str]:
+    """What was replayed."""
+    size = token_text(trace["working_set_tokens"])
+    if trace["working_set_bytes"] is not None:
+        size += f" ({size_text(trace['working_set_bytes'])})"
+    yield (
+        f"trace: {trace['format']}, {trace['requests']:,} requests of {trace['sessions']:,} "
+        f"sessions in {trace['span_s'] / 3600:.3g} h, {token_text(trace['input_tokens'])} of input"
+    )
+    yield (
+        f"blocks: {trace['blocks']:,} of {trace['block_tokens']} tokens, working set {size}; at "
+        f"most {trace['sessions_live_peak']:,} sessions and "
+        f"{token_text(trace['live_tokens_peak'])} of context live at once"
+    )
+    ceiling = trace["ceiling"]
+    names = ", ".join(f"{name} {percent(ceiling[name])}" for name in DEFINITIONS)
+    yield f"ceiling (a cache that never evicts): {names}"
+    yield (
+        f"  of it the same session's {percent(trace['ceiling_same_session'])}, other sessions' "
+        f"{percent(trace['ceiling_cross_session'])}"
+    )
+    yield from (f"note: {note}" for note in trace["notes"])
+    if setup["token_bytes"]:
+        yield f"model: {setup['model'] or 'given'}, {setup['token_bytes']:,} bytes of KV a token"
+
+
+def percent(ratio: float) -> str:
+    return f"{100 * ratio:.1f} %"
+
+
+def token_text(tokens: int) -> str:
+    """As 3.5Mtok."""
+    for unit, factor in (("G", 10**9), ("M", 10**6), ("K", 10**3)):
+        if tokens >= factor:
+            return f"{tokens / factor:.4g}{unit}tok"
+    return f"{tokens}tok"
+
+
+def size_text(size: int) -> str:
+    """As 1.5TB."""
+    for unit, factor in (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
+        if size >= factor:
+            return f"{size / factor:.4g}{unit}"
+    return f"{size}B"
+
+
+def _capacity(tier: dict[str, Any]) -> str:
+    tokens = token_text(tier["capacity_tokens"])
+    if tier["capacity_bytes"] is None:
+        return tokens
+    return f"{size_text(tier['capacity_bytes'])} ({tokens})"

@@ -1,0 +1,146 @@
+"""`kvtier bench`: what a cache would have done for recorded requests. Needs no daemon.
+
+Exit code 0: done; 2: a trace, tiers or options that make no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+__all__ = ["register"]
+
+_HIT_RATIO = """\
+How many of the input tokens of recorded requests a KV cache of some size would have held.
+
+  kvtier bench hit-ratio trace.jsonl.gz
+      the hit ratio at eight sizes, from 1 % to all of the working set
+  kvtier bench hit-ratio trace.jsonl --model kimi-k2 --tiers gpu=30GiB,host=1.5TB,nvme=15TB
+      how much comes from which tier, and what is read from and written to each
+  kvtier bench hit-ratio trace.jsonl --model llama-3.1-8b --capacities 64GiB,256GiB,1TiB \\
+      --policy lru,arc,s3-fifo --plot out.svg
+      which policy, and how much memory: a curve for each, with ceiling and optimum
+  kvtier bench hit-ratio trace.jsonl --tiers gpu=2Mtok --replicas 8 --router rr,session,kv
+      what session affinity or a KV-aware router gains (add --shared 16Mtok for a shared tier)
+"""
+
+_FORMATS = """\
+traces (gzip or not; the format is found out):
+  Mooncake JSON lines (timestamp ms, input_length, output_length, hash_ids), also with session_id
+  or chat_id and parent_chat_id; Bailian; kv-cache-tester's JSON (a file or a folder); RAGPulse.
+  A name that is no file is looked for in the folder that KVTIER_TRACES names.
+  Sessions that a file does not name are reconstructed: a request belongs to the session that owns
+  the deepest of its blocks, the first block not counted.
+sizes: 30GiB or 1.5TB (with --model or --bytes-per-token), 3Mtok, or 25% of the working set
+tier gpu is an engine's own radix cache; host and nvme are kvtier's.
+"""
+
+
+def register(commands: Any) -> None:
+    """Adds `kvtier bench`."""
+    parser = commands.add_parser(
+        "bench", help="replay recorded requests: hit ratios, tiers, routing", description=__doc__
+    )
+    kinds = parser.add_subparsers(metavar="KIND", required=True)
+    hit_ratio = kinds.add_parser(
+        "hit-ratio",
+        help="hit ratio of a trace by tiers, policies and routers",
+        description=_HIT_RATIO,
+        epilog=_FORMATS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_trace(hit_ratio)
+    _add_tiers(hit_ratio)
+    _add_routing(hit_ratio)
+    _add_output(hit_ratio)
+    hit_ratio.set_defaults(run=_run)
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the trace")
+    group.add_argument("trace", type=Path, metavar="TRACE")
+    group.add_argument(
+        "--block-tokens", type=int, metavar="N", help="default: what the trace says, or fits"
+    )
+    group.add_argument(
+        "--start-hours",
+        type=float,
+        default=8.0,
+        metavar="H",
+        help="for traces that have times inside a session only: starts are drawn over H hours "
+        "(%(default)g)",
+    )
+    group.add_argument(
+        "--gap-max", type=float, default=3600.0, metavar="S", help="and gaps clipped (%(default)g)"
+    )
+    group.add_argument("--seed", type=int, default=1, help="of those starts (%(default)s)")
+
+
+def _add_tiers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the cache")
+    group.add_argument(
+        "--tiers",
+        action="append",
+        default=[],
+        metavar="gpu=..,host=..,nvme=..",
+        help="any of the three; may be repeated",
+    )
+    group.add_argument(
+        "--capacities",
+        default="",
+        metavar="SIZE,SIZE",
+        help="host memory alone, of each of these sizes",
+    )
+    group.add_argument("--policy", default="lru", metavar="NAME,NAME", help="lru, arc, s3-fifo")
+    group.add_argument(
+        "--write",
+        default="back",
+        metavar="NAME,NAME",
+        help="when pages go to nvme: back (default, as the daemon), through, selective",
+    )
+    group.add_argument(
+        "--untold",
+        action="store_true",
+        help="host and nvme do not hear of the pages that the engine found in its own cache",
+    )
+    group.add_argument("--model", help="for sizes in bytes: kimi-k2, llama-3.1-8b, ...")
+    group.add_argument("--bytes-per-token", type=int, metavar="N")
+    group.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16")
+
+
+def _add_routing(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "several replicas (each with a cache of the size of tier gpu)"
+    )
+    group.add_argument("--replicas", type=int, metavar="N")
+    group.add_argument(
+        "--router",
+        default="rr",
+        metavar="NAME,NAME",
+        help="rr, least, session, session-bounded, prefix, kv",
+    )
+    group.add_argument(
+        "--affinity-adoption",
+        type=float,
+        default=1.0,
+        metavar="0..1",
+        help="sessions that send their id; the others are routed by rr",
+    )
+    group.add_argument("--shared", metavar="SIZE", help="a tier that all replicas share")
+    group.add_argument(
+        "--rate", type=float, default=8000.0, metavar="TOKENS/S", help="prefill of a replica"
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="the whole report as JSON")
+    group.add_argument("--csv", type=Path, metavar="FILE")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="out.png or out.svg")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from kvtier.cli.bench_hit_ratio import run
+
+    return run(arguments)
