@@ -18,7 +18,13 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 
 #: Where printing is the job.
-PRINTS = ("kvtier/cli.py", "kvtier/cli/*", "engines/kvtier_engine/demo/*", "benchmarks/*")
+PRINTS = (
+    "kvtier/cli.py",
+    "kvtier/cli/*",
+    "engines/kvtier_engine/demo/*",
+    "engines/kvtier_engine/fidelity/run.py",
+    "benchmarks/*",
+)
 #: The border of the daemon process: what falls out here is logged and answered as an error.
 #: The border of the process, of a thread that serves everybody, of an engine, and of optional code.
 CATCHES_ALL = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from kvtier.errors import KvtierError, MissingExtra
+from kvtier.errors import InvalidInput, KvtierError, MissingExtra
 
 __all__ = [
     "DemoFailed",
@@ -16,6 +16,7 @@ __all__ = [
     "QueueFull",
     "RequestCancelled",
     "RequestFailed",
+    "TaskInvalid",
     "require_extra",
 ]
 
@@ -32,6 +33,10 @@ class DemoFailed(KvtierError):
 
 class InvalidRequest(KvtierError, ValueError):
     """A request that cannot be served as it is: its prompt or its settings; nothing was started."""
+
+
+class TaskInvalid(InvalidInput):
+    """A line of questions or tool tasks that is none; the message names file and line."""
 
 
 class QueueFull(KvtierError):

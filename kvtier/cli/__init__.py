@@ -2,9 +2,7 @@
 
 Promise: an error of kvtier is two lines on standard error (what, and what to do), never a
 traceback; exit codes are 0 done, 1 failed, 2 wrong input or configuration, 130 Ctrl-C, 141 reader
-gone. Each subcommand loads only what it needs. Further subcommands come from other packages through
-the entry-point group `kvtier.commands`: an entry is a function that gets argparse's subparsers,
-adds a parser and sets its `run` default to a function from the parsed arguments to an exit code.
+gone. Each subcommand loads only what it needs; further ones come from other packages (foreign.py).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
 from typing import Any
 
 from kvtier._version import __version__
@@ -30,17 +27,17 @@ from kvtier.cli import (
     status,
     verify,
 )
+from kvtier.cli.foreign import BENCHES, COMMANDS, add_foreign
 from kvtier.errors import ConfigError, InvalidInput, KvtierError
 
-__all__ = ["ENTRY_POINTS", "main"]
+__all__ = ["main"]
 
-ENTRY_POINTS = "kvtier.commands"
 EXIT_FAILED = 1
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141
 
-_BUILT_IN = {
+_BUILT_IN: dict[str, Callable[[Any], Any]] = {
     "serve": serve.register,
     "status": status.register,
     "put": pages.register_put,
@@ -104,23 +101,11 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvtier {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for register in _BUILT_IN.values():
-        register(commands)
+    kinds = {name: register(commands) for name, register in _BUILT_IN.items()}
     # Other packages are loaded only when one of their commands may be meant.
-    if not words or words[0] not in _BUILT_IN:
-        for entry in entry_points(group=ENTRY_POINTS):
-            _register_foreign(entry, commands, is_meant=words[:1] == [entry.name])
+    word = words[0] if words else None
+    if word == "bench":
+        add_foreign(BENCHES, kinds[word], words[1] if len(words) > 1 else None)
+    elif word not in _BUILT_IN:
+        add_foreign(COMMANDS, commands, word)
     return parser
-
-
-def _register_foreign(entry: Any, commands: Any, *, is_meant: bool) -> None:
-    """A package that cannot be loaded hides its own command, and says why only if it was meant."""
-    try:
-        register = entry.load()
-    except ImportError as error:
-        if is_meant:
-            print(f"error: kvtier {entry.name} cannot be loaded: {error}", file=sys.stderr)
-            print("remedy: install its extra, as in pip install 'kvtier[engine]'", file=sys.stderr)
-            raise SystemExit(EXIT_FAILED) from error
-        return
-    register(commands)

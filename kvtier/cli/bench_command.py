@@ -37,8 +37,8 @@ tier gpu is an engine's own radix cache; host and nvme are kvtier's.
 """
 
 
-def register(commands: Any) -> None:
-    """Adds `kvtier bench`."""
+def register(commands: Any) -> Any:
+    """Adds `kvtier bench`; its subparsers, for kinds that other packages add."""
     parser = commands.add_parser(
         "bench", help="replay recorded requests: hit ratios, tiers, routing", description=__doc__
     )
@@ -55,6 +55,7 @@ def register(commands: Any) -> None:
     _add_routing(hit_ratio)
     _add_output(hit_ratio)
     hit_ratio.set_defaults(run=_run)
+    return kinds
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:

@@ -101,7 +101,7 @@ def test_foreign_commands(monkeypatch, capsys):
             return register
 
     broken = EntryPoint("broken", "no_such_package_at_all:register", "kvtier.commands")
-    monkeypatch.setattr("kvtier.cli.entry_points", lambda group: [Loaded(), broken])
+    monkeypatch.setattr("kvtier.cli.foreign.entry_points", lambda group: [Loaded(), broken])
     assert kvtier.cli.main(["greet"]) == 7
     with pytest.raises(SystemExit) as caught:
         kvtier.cli.main(["broken"])

@@ -1,0 +1,1 @@
+"""`kvtier bench fidelity`: what storing KV in a codec does to a model's output."""
