@@ -11,8 +11,9 @@ each, and `get_stats` in every step of the scheduler.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import kvtier
 from kvtier_sglang.border import answers
@@ -33,6 +34,9 @@ from kvtier_sglang.weights import WEIGHTS
 __all__ = ["KvTierHiCacheStorage"]
 
 log = logging.getLogger(__name__)
+
+#: Of a model's name; the end of a path says more than its beginning.
+_NAME_CHARACTERS_MAX: Final = 60
 
 
 def _nothing(*_args: object, **_options: object) -> None:
@@ -73,7 +77,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._connection = kvtier.connect(
             self._options.endpoint,
             deadline=self._options.get_deadline,
-            client_name=f"sglang {storage_config.model_name or ''} tp{storage_config.tp_rank}",
+            client_name=_client_name(storage_config),
         )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -235,6 +239,15 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if self._store is None:
             raise kvtier.LayoutError("no host pool is registered", remedy="attach the backend")
         return self._store, page_places(host_indices, self._pool.page_size, len(keys))
+
+
+def _client_name(config: HiCacheStorageConfig) -> str:
+    """How `kvtier status` names this process among its clients."""
+    ranks = [("tp", config.tp_rank, config.tp_size), ("pp", config.pp_rank, config.pp_size)]
+    places = [f"{name} {rank}/{size}" for name, rank, size in ranks if size > 1]
+    return " ".join(
+        ["sglang", (config.model_name or "")[-_NAME_CHARACTERS_MAX:], *places, f"pid {os.getpid()}"]
+    )
 
 
 def _identity(

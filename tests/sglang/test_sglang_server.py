@@ -6,6 +6,7 @@ One server for the module, for a start takes half a minute; each test has prompt
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import tempfile
@@ -151,6 +152,13 @@ def test_pages_of_one_salt_are_not_there_for_another(server, field):
     colds = [stored(server, text, **salt) for salt in salts]
     for salt, cold in zip(salts, colds, strict=True):
         check_found(server, text, cold, storable(cold), **salt)
+
+
+def test_status_names_the_servers_that_are_attached(server, tiers):
+    server.generate(prompt("Innis", 2))
+    with kvtier.connect(tiers.url, deadline=10) as kv:
+        names = [session.client_name for session in kv.status(deadline=10).sessions]
+    assert any(re.fullmatch(r"sglang .*smollm2\S* pid \d+", name) for name in names), names
 
 
 def test_flushing_ends_no_generation_and_clearing_deletes(server, tiers):
