@@ -188,6 +188,12 @@ class Server:
         """From the directory of a model."""
         return self._send("POST", "/update_weights_from_disk", {"model_path": str(model)} | options)
 
+    def begin_weight_update(self) -> None:
+        self._send("POST", "/begin_weight_update", {})
+
+    def end_weight_update(self) -> None:
+        self._send("POST", "/end_weight_update", {})
+
     def update_weight_version(self, version: str) -> None:
         self._send("POST", "/update_weight_version", {"new_version": version})
 
@@ -208,7 +214,11 @@ class Server:
         self._process = None
 
     def __enter__(self) -> Server:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(self, *exc: object) -> None:
         self.close()
