@@ -43,7 +43,7 @@ from kvtier_sglang.options import Options
 from kvtier_sglang.pools import page_places, rows_of, shape_of
 from kvtier_sglang.store import PageStore
 
-__all__ = ["SHAPES", "Calls", "Shape", "rows"]
+__all__ = ["SHAPES", "Calls", "Shape", "lookup", "measure", "rows"]
 
 PAGES, QUICK_PAGES = 128, 8
 LOOKED_UP = 16_384
@@ -107,7 +107,8 @@ class Calls:
         numbers = self.source.kv_buffer.view(torch.int16)
         numbers.random_(-(2**15), 2**15, generator=torch.Generator().manual_seed(seed))
         self._stores = [_store(kv, pool) for pool in (self.source, self.target)]
-        self._held: list[str] = []
+        #: What others have stored there.
+        self._used_before = self._used()
 
     def order(self) -> list[int]:
         return self._draw.sample(range(self.pages), self.pages)
@@ -126,8 +127,13 @@ class Calls:
     def forget(self) -> None:
         """Deletes all pages, and waits until their memory is free."""
         self._stores[0].clear()
-        while any(tier.used_bytes for tier in self.kv.status().tiers):
+        until = time.monotonic() + 30
+        while self._used() > self._used_before:
+            assert time.monotonic() < until, "deleted pages are not freed"
             time.sleep(0.01)
+
+    def _used(self) -> int:
+        return sum(tier.used_bytes for tier in self.kv.status().tiers)
 
     def wait_found(self, keys: list[str]) -> None:
         """Until the one that gets has noticed the last deletion."""
@@ -285,7 +291,7 @@ def _hicache_storage() -> ModuleType:
     return import_module("sglang.srt.mem_cache.hicache_storage")
 
 
-def _measure(plan: Plan, calls: Calls, files: Files | None, kernels: str) -> Iterator[Measured]:
+def measure(plan: Plan, calls: Calls, files: Files | None, kernels: str) -> Iterator[Measured]:
     """Set and get of one shape, each beside both references."""
     rounds, kv = plan.rounds(5), calls.kv
     sides = Sides(calls, files, rounds)
@@ -317,7 +323,7 @@ def _measure(plan: Plan, calls: Calls, files: Files | None, kernels: str) -> Ite
             )
 
 
-def _lookup(plan: Plan, kv: Connection) -> Row:
+def lookup(plan: Plan, kv: Connection) -> Row:
     """A prompt of a million tokens, of which every page is there."""
     shape = Shape(name="tiny", model="", layers=1, heads=1, dim=16)
     count = plan.sized(LOOKED_UP, 512)
@@ -359,14 +365,14 @@ def rows(plan: Plan) -> Iterator[Measured]:
             kernels = attach(kv)
             wait_populated(kv, arena_bytes)
             files = Files(Path(folder), shape, pages) if has_files else None
-            yield from _measure(plan, calls, files, kernels)
+            yield from measure(plan, calls, files, kernels)
     if plan.wants_some("sglang/exists"):
         progress("sglang/exists")
         with (
             daemon("host.bytes=512MiB") as (url, _, _),
             kvtier.connect(url, deadline=60) as kv,
         ):
-            yield _lookup(plan, kv)
+            yield lookup(plan, kv)
 
 
 def main() -> int:
