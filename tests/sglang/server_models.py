@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 __all__ = ["other_weights", "prompt"]
 
 _WEIGHTS = "model.safetensors"
+_LEFT_OUT = 10
 _SENTENCE = "The keeper of the lighthouse at {} wrote in his journal what the sea had brought. "
 
 
@@ -18,13 +19,14 @@ def prompt(name: str, sentences: int = 12) -> str:
     return _SENTENCE.format(name) * sentences + "On the last evening he wrote:"
 
 
-def other_weights(model: Path, out: Path, layer: int) -> Path:
-    """The model with a layer whose output is halved; everything else is linked to."""
+def other_weights(model: Path, out: Path) -> Path:
+    """The model without what a layer in the middle adds; everything else is linked to."""
     out.mkdir()
     for path in model.iterdir():
         if path.name != _WEIGHTS:
             os.symlink(path, out / path.name)
     weights = load_file(model / _WEIGHTS)
-    weights[f"model.layers.{layer}.mlp.down_proj.weight"] /= 2
+    for name in ("mlp.down_proj", "self_attn.o_proj"):
+        weights[f"model.layers.{_LEFT_OUT}.{name}.weight"].zero_()
     save_file(weights, out / _WEIGHTS, metadata={"format": "pt"})
     return out

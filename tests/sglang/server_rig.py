@@ -36,7 +36,7 @@ _COMMON = {
     "--sampling-backend": "pytorch",
     "--grammar-backend": "none",
     "--mem-fraction-static": "0.1",
-    "--max-total-tokens": "8192",
+    "--max-total-tokens": "4096",
     "--context-length": "2048",
     "--hicache-ratio": "2",
     "--hicache-io-backend": "direct",
@@ -90,7 +90,8 @@ class Server:
         self.log_path = log
         self._model = model
         self._extra = extra
-        self._options = {"--page-size": str(PAGE), "--dtype": "bfloat16"} | {
+        # With float32 rounding does not turn one greedy word into another, whatever runs beside it.
+        self._options = {"--page-size": str(PAGE), "--dtype": "float32"} | {
             f"--{name.replace('_', '-')}": value for name, value in options.items()
         }
         self._process: subprocess.Popen[bytes] | None = None

@@ -148,7 +148,7 @@ def test_a_flipped_byte_on_nvme_is_computed_again_and_counted(server, tiers, mod
     tokens = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids
     assert len(tokens) == cold.prompt_tokens
     whole = 5
-    key = chain_keys(tokens, PAGE)[whole]
+    key = chain_keys(tokens, PAGE, parent=None)[whole]
     with killed(tiers):
         lying = newest(records(tiers.base / "nv")).values()
         found = [record for record in lying if record.header.key == key]
@@ -206,22 +206,17 @@ def test_a_stopped_daemon_costs_requests_little(server, tiers, stopped_s):
     texts = [stored(server, text).text for text in prompts]
     late = []
     for _ in range(ATTEMPTS):
-        server.detach()
-        without = server.generate_at_once(prompts)
-        assert [answer.text for answer in without] == texts
-        server.flush()
-        server.attach()
-        tiers.signal(signal.SIGSTOP)
-        ends = time.monotonic() + stopped_s
-        try:
+        with detached(server):
+            without = server.generate_at_once(prompts)
+            server.flush()
+        with stopped(tiers):
+            ends = time.monotonic() + stopped_s
             answers = [server.generate_at_once(prompts)]
             while time.monotonic() < ends:
                 server.flush()
                 answers.append(server.generate_at_once(prompts))
-        finally:
-            tiers.signal(signal.SIGCONT)
         server.flush()
-        for some in answers:
+        for some in (without, *answers):
             assert [answer.text for answer in some] == texts
             assert all("storage" not in answer.found for answer in some)
         late = [most_late(without, some) for some in answers]
@@ -229,6 +224,24 @@ def test_a_stopped_daemon_costs_requests_little(server, tiers, stopped_s):
             break
     assert max(late) <= EXTRA_S
     comes(lambda: finds_all(server, prompts[0]))
+
+
+@contextmanager
+def detached(server):
+    server.detach()
+    try:
+        yield
+    finally:
+        server.attach()
+
+
+@contextmanager
+def stopped(daemon):
+    daemon.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        daemon.signal(signal.SIGCONT)
 
 
 def most_late(without, answers):
@@ -250,7 +263,7 @@ def test_no_page_of_other_weights_is_found_after_an_update(server, tiers, model,
     stored then is found until the next.
     """
     text = prompt("Kerr")
-    other = other_weights(model, tmp_path / "other", layer=12)
+    other = other_weights(model, tmp_path / "other")
     old = stored(server, text)
     texts = {model: old.text, other: None}
     updates = [
@@ -277,7 +290,7 @@ def test_no_page_of_other_weights_is_found_after_an_update(server, tiers, model,
 
 
 def test_without_a_flush_nothing_is_stored_or_found_until_there_is_one(server, model, tmp_path):
-    other = other_weights(model, tmp_path / "other", layer=12)
+    other = other_weights(model, tmp_path / "other")
     text = prompt("Lorn")
     stored(server, text)
     server.generate(text)
@@ -333,14 +346,18 @@ def test_a_name_given_later_is_that_of_the_weights(server, tiers):
 
 
 @pytest.fixture(scope="module")
-def others(tiers, model, tmp_path_factory):
-    """Servers beside `server`: one like it, and those that differ in one thing."""
-    differences = {"twin": {}, "dtype": {"dtype": "float16"}, "page": {"page_size": "32"}}
+def others(server, tiers, model, tmp_path_factory):
+    """Servers beside `server`: one like it, and those that differ in one thing. It has been given
+    new names for its weights by now, the others start with one.
+    """
+    server.update_weight_version("shared")
+    differences = {"twin": {}, "dtype": {"dtype": "bfloat16"}, "page": {"page_size": "32"}}
+    shared = {"weight_version": "shared"}
     logs = tmp_path_factory.mktemp("others")
     with ExitStack() as stack:
         made = {}
         for name, options in differences.items():
-            made[name] = Server(model, logs / name, extra_config(tiers.url), **options)
+            made[name] = Server(model, logs / name, extra_config(tiers.url), **options, **shared)
             stack.callback(made[name].close)
             made[name].begin()
         for other in made.values():
