@@ -301,7 +301,7 @@ def test_without_a_flush_nothing_is_stored_or_found_until_there_is_one(server, m
     server.flush()
     cold = stored(server, text)
     check_found(server, text, cold, storable(cold))
-    assert server.generate(prompt("Lorn too")).found == {}
+    assert stored(server, prompt("Lorn too")).found == {}
     assert server.update_weights(model, weight_version="v9")["success"]
 
 
