@@ -27,8 +27,8 @@ __all__ = ["PAGE", "Answer", "Server", "extra_config", "storable"]
 PAGE = 16
 ADMIN_KEY = "admin"
 NEW_TOKENS = 12
-_READY_S = 240.0
-_ANSWER_S = 120.0
+_READY_S = 600.0
+_ANSWER_S = 300.0
 _END_S = 20.0
 _COMMON = {
     "--device": "cpu",

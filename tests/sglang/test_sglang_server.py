@@ -26,7 +26,7 @@ from kvtier.packing.keys import chain_keys
 from tests.faults.fault_rig import flip_bit, newest, records
 from tests.forks import ForkedDaemon
 
-pytestmark = [needs_sglang, pytest.mark.timeout(900)]
+pytestmark = [needs_sglang, pytest.mark.timeout(1800)]
 
 REQUESTS = 8
 #: What a request may take longer with a daemon that does not answer than without storage.
