@@ -35,7 +35,7 @@ _COMMON = {
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
     "--grammar-backend": "none",
-    "--mem-fraction-static": "0.1",
+    "--mem-fraction-static": "0.5",
     "--max-total-tokens": "4096",
     "--context-length": "2048",
     "--hicache-ratio": "2",
