@@ -51,6 +51,7 @@ GROUPS = tuple(
         ("machine", "memory"),
         ("local/get", "local"),
         ("local/put", "local_put"),
+        ("sglang", "sglang_calls"),
         ("grpc", "grpc_stream"),
         ("nvme", "nvme_io"),
         ("fp8", "fp8"),

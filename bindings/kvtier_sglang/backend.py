@@ -11,8 +11,9 @@ each, and `get_stats` in every step of the scheduler.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import kvtier
 from kvtier_sglang.border import answers
@@ -28,10 +29,14 @@ from kvtier_sglang.sglang_api import (
     served_model,
 )
 from kvtier_sglang.store import PageStore
+from kvtier_sglang.weights import WEIGHTS
 
 __all__ = ["KvTierHiCacheStorage"]
 
 log = logging.getLogger(__name__)
+
+#: Of a model's name; the end of a path says more than its beginning.
+_NAME_CHARACTERS_MAX: Final = 60
 
 
 def _nothing(*_args: object, **_options: object) -> None:
@@ -65,13 +70,14 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._options = Options.of(storage_config.extra_config)
         self._store: PageStore | None = None
         self._pool: Any = None
+        self._served = served_model()
         # Before the first request: compiled code takes half a second to load, and a minute to be
         # made where it never was.
         kvtier.warm_up()
         self._connection = kvtier.connect(
             self._options.endpoint,
             deadline=self._options.get_deadline,
-            client_name=f"sglang {storage_config.model_name or ''} tp{storage_config.tp_rank}",
+            client_name=_client_name(storage_config),
         )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -79,7 +85,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         has other weights or another division into ranks under this name: both fail the attach.
         """
         super().register_mem_pool_host(mem_pool_host)
-        config, options, served = self._config, self._options, served_model()
+        config, options, served = self._config, self._options, self._served
         for name in ("attn_cp_size", "dcp_size"):
             if getattr(config, name, 1) != 1:
                 raise kvtier.LayoutError(
@@ -97,7 +103,13 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         )
         parts = part_layouts(shape, identity, ranks)
         self._pool = mem_pool_host
+        if not WEIGHTS.is_watching:
+            log.warning(
+                "kvtier: the plugin kvtier is not loaded (SGLANG_PLUGINS?): online updates of the "
+                "weights are not seen"
+            )
         self._store = PageStore(self._connection, parts, rows_of(mem_pool_host, shape), options)
+        WEIGHTS.attach(self)
         log.info("kvtier: attached, %s, %s, %s at %s", shape, identity, ranks, self._connection.url)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -205,7 +217,20 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         )
 
     @answers(_nothing)
+    def pause(self) -> None:
+        """See kvtier_sglang.weights: an online update begins."""
+        if self._store is not None:
+            self._store.pause()
+
+    @answers(_nothing)
+    def resume(self, weights: str) -> None:
+        """See kvtier_sglang.weights: from now on the weights have this name."""
+        if self._store is not None:
+            self._store.resume(_revision(self._options, self._served, weights))
+
+    @answers(_nothing)
     def close(self) -> None:
+        WEIGHTS.detach(self)
         self._store = None
         self._connection.close()
 
@@ -216,20 +241,34 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return self._store, page_places(host_indices, self._pool.page_size, len(keys))
 
 
+def _client_name(config: HiCacheStorageConfig) -> str:
+    """How `kvtier status` names this process among its clients."""
+    ranks = [("tp", config.tp_rank, config.tp_size), ("pp", config.pp_rank, config.pp_size)]
+    places = [f"{name} {rank}/{size}" for name, rank, size in ranks if size > 1]
+    return " ".join(
+        ["sglang", (config.model_name or "")[-_NAME_CHARACTERS_MAX:], *places, f"pid {os.getpid()}"]
+    )
+
+
 def _identity(
     config: HiCacheStorageConfig, options: Options, served: ServedModel, pool: Any
 ) -> Identity:
-    revision = options.weights_revision
-    if not revision:
-        # A version that an online update was given stands beside the checkpoint's own revision.
-        said = (served.revision or "unstated", served.weight_version or "default")
-        revision = " ".join((*said, *filter(None, (served.kv_scales,))))
     return Identity(
         model_id=options.model_id or served.path or config.model_name or "",
-        weights_revision=revision,
+        weights_revision=_revision(options, served, WEIGHTS.name),
         kv_format=number_format(
             options.kv_dtype or served.kv_cache_dtype,
             str(pool.dtype).removeprefix("torch."),
             pool.dtype.itemsize,
         ),
     )
+
+
+def _revision(options: Options, served: ServedModel, updated_to: str) -> str:
+    """`updated_to` is the name that an online update gave to the weights, "" before the first."""
+    if options.weights_revision and not updated_to:
+        return options.weights_revision
+    # A version stands beside the checkpoint's own revision.
+    started_with = options.weights_revision or served.revision or "unstated"
+    version = updated_to or served.weight_version or "default"
+    return " ".join((started_with, version, *filter(None, (served.kv_scales,))))

@@ -1,4 +1,4 @@
-"""All that this package takes from SGLang, in one place; the one module that imports it.
+"""All that the backend takes from SGLang, in one place. Only `plugin` imports it too.
 
 Written for 0.5.23.
 """

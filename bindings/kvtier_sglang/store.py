@@ -3,6 +3,8 @@
 Promise: every method answers within its deadline, for each key; a page counts as there when each of
 its objects is, and as got when each was verified where it now lies in the pool. What a get does not
 report may hold anything. When a method has returned, nothing reads or writes the pool any more.
+Between `pause` and `resume` everything is a miss, and what a call that began before the pause still
+stores belongs to the weights before.
 
 The copies are made by the calling thread where the daemon's memory is shared, else by the
 connection's; either way the client waits for its own writes. A daemon that has gone silent is asked
@@ -17,11 +19,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import kvtier
-from kvtier.client import Connection, KeyChain, Namespace
+from kvtier import Layout
+from kvtier.client import Connection, Namespace
 from kvtier_sglang.layouts import PartLayout
 from kvtier_sglang.meters import Meter
 from kvtier_sglang.options import Options
@@ -48,10 +52,6 @@ class _Part:
 
     namespace: Namespace
     rows: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.namespace.layout.raw_bytes
 
 
 class _Budget:
@@ -84,24 +84,18 @@ class PageStore:
         self._connection = connection
         self._options = options
         self._salt = options.salt.encode()
-        self._parts = [
-            _Part(
-                namespace=connection.namespace(
-                    part.layout,
-                    tenant=options.tenant,
-                    salt=self._salt,
-                    deadline=options.get_deadline,
-                ),
-                rows=rows[part.buffer],
-            )
-            for part in parts
-        ]
-        self.page_bytes = sum(part.nbytes for part in self._parts)
-        self.got = Meter()
-        self.put = Meter()
+        self._layouts = [part.layout for part in parts]
+        self._rows = [rows[part.buffer] for part in parts]
         self._reopening = threading.Lock()
         self._reopens_at = 0.0
         self._is_refused = False
+        #: Of the weights before those before: nobody who is up to date has them any more.
+        self._left: list[Layout] = []
+        #: None while paused. A call looks once, and goes on with what it saw.
+        self._parts: list[_Part] | None = self._opened(options.get_deadline)
+        self.page_bytes = sum(layout.raw_bytes for layout in self._layouts)
+        self.got = Meter()
+        self.put = Meter()
 
     def exists(self, hashes: Sequence[str]) -> int:
         """How many pages from the first on are there now.
@@ -110,11 +104,12 @@ class PageStore:
         early more often than not: so a few are looked up first, then ever more.
         """
         budget = _Budget(self._options.exists_deadline)
+        parts: Sequence[_Part] = self._parts or ()
         done, step = 0, _LOOKUP_FIRST
-        while done < len(hashes) and self._is_open():
-            some = self._keys(hashes[done : done + step])
+        while done < len(hashes) and self._is_open(parts):
+            some = parts[0].namespace.keys_from(hashes[done : done + step])
             count = len(some)
-            for part in self._parts:
+            for part in parts:
                 if not count or budget.left <= 0:
                     return done
                 count = part.namespace.lookup(some[:count], deadline=budget.left).prefix
@@ -126,7 +121,7 @@ class PageStore:
 
     def get(self, hashes: Sequence[str], places: Sequence[int]) -> list[bool]:
         """Pages to these places of the pool. After the first miss everything counts as one."""
-        return self._get(hashes, [(part.rows, places) for part in self._parts])
+        return self._get(hashes, [(rows, places) for rows in self._rows])
 
     def get_flat(self, hashes: Sequence[str], targets: Sequence[_Memory]) -> list[bool]:
         """Pages to memory outside the pool, one flat tensor each."""
@@ -138,7 +133,7 @@ class PageStore:
         """Stores pages from these places of the pool. `before` are the hashes of the prompt's pages
         before the first. After the first page that is not stored nothing is.
         """
-        return self._set(hashes, [(part.rows, places) for part in self._parts], before)
+        return self._set(hashes, [(rows, places) for rows in self._rows], before)
 
     def set_flat(self, hashes: Sequence[str], sources: Sequence[_Memory]) -> list[bool]:
         """Stores pages from memory outside the pool, one flat tensor each."""
@@ -148,32 +143,79 @@ class PageStore:
         """Deletes every page of this family, of all ranks and servers. Raises when the daemon does
         not answer.
         """
-        for part in self._parts:
-            try:
-                self._connection.delete_namespace(
-                    part.namespace.layout,
-                    tenant=self._options.tenant,
-                    salt=self._salt,
-                    deadline=self._options.set_deadline,
-                )
-            except kvtier.UnknownNamespace:
-                continue  # nobody has opened it, or another rank was quicker
-        for part in self._parts:
+        for layout in self._layouts:
+            self._delete(layout, self._options.set_deadline)
+        for part in self._parts or ():
             part.namespace.reopen(deadline=self._options.set_deadline)
 
-    def _keys(self, hashes: Sequence[str]) -> KeyChain:
-        return self._parts[0].namespace.keys_from(hashes)
+    def pause(self) -> None:
+        """Everything is a miss, and nothing is stored, until `resume`."""
+        self._parts = None
+
+    def resume(self, weights_revision: str) -> None:
+        """Goes on with the pages of these weights. If they are others than before, the pages of
+        those before are ended, of all ranks and servers: whoever still has those weights stores
+        them anew. Where the daemon does not answer they stay; their family names their weights.
+
+        Raises LayoutError, NamespaceMismatch; then it stays paused.
+        """
+        budget = _Budget(self._options.set_deadline)
+        if weights_revision != self._layouts[0].weights_revision:
+            self.pause()
+            self._leave(budget)
+            self._layouts = [
+                replace(layout, weights_revision=weights_revision) for layout in self._layouts
+            ]
+        if self._parts is None:
+            self._parts = self._opened(max(budget.left, self._options.exists_deadline))
+            self._is_refused = False
+
+    def _leave(self, budget: _Budget) -> None:
+        """Bumps the present namespaces; deletes those left before, so that a server whose weights
+        are updated all the time leaves two families in the daemon and not thousands.
+        """
+        try:
+            for layout in self._left:
+                self._delete(layout, budget.left)
+            for layout in self._layouts:
+                with suppress(kvtier.UnknownNamespace, kvtier.GenerationConflict):
+                    self._connection.bump_namespace(
+                        layout, tenant=self._options.tenant, salt=self._salt, deadline=budget.left
+                    )
+        except (kvtier.KvtierError, ValueError) as error:
+            log.warning("kvtier: pages of the weights before stay until evicted: %s", error)
+        self._left = self._layouts
+
+    def _delete(self, layout: Layout, deadline: float) -> None:
+        # Unknown: nobody has opened it, or another rank was quicker.
+        with suppress(kvtier.UnknownNamespace):
+            self._connection.delete_namespace(
+                layout, tenant=self._options.tenant, salt=self._salt, deadline=deadline
+            )
+
+    def _opened(self, deadline: float) -> list[_Part]:
+        return [
+            _Part(
+                namespace=self._connection.namespace(
+                    layout, tenant=self._options.tenant, salt=self._salt, deadline=deadline
+                ),
+                rows=rows,
+            )
+            for layout, rows in zip(self._layouts, self._rows, strict=True)
+        ]
 
     def _get(
         self, hashes: Sequence[str], memory: Sequence[tuple[_Memory, Sequence[int] | None]]
     ) -> list[bool]:
         budget = _Budget(self._options.get_deadline)
-        keys = self._keys(hashes)
+        if not (parts := self._parts or ()):
+            return [False] * len(hashes)
+        keys = parts[0].namespace.keys_from(hashes)
 
         def ask(number: int, begin: int, end: int) -> int:
             rows, places = memory[number]
             return (
-                self._parts[number]
+                parts[number]
                 .namespace.get(
                     keys[begin:end],
                     out=rows if places is not None else rows[begin:end],
@@ -183,7 +225,7 @@ class PageStore:
                 .prefix
             )
 
-        count = self._in_runs(len(keys), budget, ask)
+        count = self._in_runs(parts, len(keys), budget, ask)
         self.got.add(count, count * self.page_bytes, budget.spent)
         return [True] * count + [False] * (len(keys) - count)
 
@@ -194,13 +236,15 @@ class PageStore:
         before: Sequence[str],
     ) -> list[bool]:
         budget = _Budget(self._options.set_deadline)
-        keys = self._keys(hashes)
-        last_before = next(iter(self._keys(before[-1:])), None)
+        if not (parts := self._parts or ()):
+            return [False] * len(hashes)
+        keys = parts[0].namespace.keys_from(hashes)
+        last_before = next(iter(parts[0].namespace.keys_from(before[-1:])), None)
 
         def ask(number: int, begin: int, end: int) -> int:
             rows, places = memory[number]
             return (
-                self._parts[number]
+                parts[number]
                 .namespace.put(
                     keys[begin:end],
                     rows if places is not None else rows[begin:end],
@@ -212,11 +256,17 @@ class PageStore:
                 .prefix
             )
 
-        count = self._in_runs(len(keys), budget, ask)
+        count = self._in_runs(parts, len(keys), budget, ask)
         self.put.add(count, count * self.page_bytes, budget.spent)
         return [True] * count + [False] * (len(keys) - count)
 
-    def _in_runs(self, total: int, budget: _Budget, ask: Callable[[int, int, int], int]) -> int:
+    def _in_runs(
+        self,
+        parts: Sequence[_Part],
+        total: int,
+        budget: _Budget,
+        ask: Callable[[int, int, int], int],
+    ) -> int:
         """How many pages from the first on all parts have or took; `ask` is for a part and a range
         of pages, and says how many from the range's first on.
 
@@ -224,9 +274,9 @@ class PageStore:
         """
         step = max(1, _RUN_BYTES // self.page_bytes)
         done = 0
-        while done < total and self._is_open():
+        while done < total and self._is_open(parts):
             end = whole = min(done + step, total)
-            for number in range(len(self._parts)):
+            for number in range(len(parts)):
                 if end == done or budget.left <= 0:
                     return done
                 end = done + ask(number, done, end)
@@ -239,27 +289,29 @@ class PageStore:
         """The objects of flat pages: for each part a list with its piece of every page."""
         pieces: list[list[_Memory]] = []
         begin = 0
-        for part in self._parts:
-            length = part.nbytes // part.rows.element_size()
+        for layout, rows in zip(self._layouts, self._rows, strict=True):
+            length = layout.raw_bytes // rows.element_size()
             pieces.append([page[begin : begin + length] for page in pages])
             begin += length
         return pieces
 
-    def _is_open(self) -> bool:
-        """Whether asking makes sense. After somebody bumped or deleted a namespace, binds to the
-        present generation.
+    def _is_open(self, parts: Sequence[_Part]) -> bool:
+        """Whether asking `parts` makes sense. After somebody bumped or deleted a namespace, binds
+        to the present generation.
 
         The family names the weights: if the daemon has others for it now, opening it is refused,
         and everything stays a miss.
         """
-        if not self._is_refused and not any(part.namespace.is_stale for part in self._parts):
+        if not parts or parts is not self._parts:
+            return False
+        if not self._is_refused and not any(part.namespace.is_stale for part in parts):
             return True
         with self._reopening:
             if time.monotonic() < self._reopens_at:
                 return not self._is_refused
             self._reopens_at = time.monotonic() + _REOPEN_S
             try:
-                for part in self._parts:
+                for part in parts:
                     part.namespace.reopen(deadline=self._options.exists_deadline)
             except kvtier.KvtierError as error:
                 # Also when the daemon only did not answer: a namespace that is released and not

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from sglang_rig import Walks
 
+from kvtier_engine.smollm2 import ensure_model
 from tests.forks import daemon_of_its_own
 
 
@@ -14,6 +16,12 @@ from tests.forks import daemon_of_its_own
 def daemon(forker):
     with daemon_of_its_own(forker, "host.bytes=64MiB") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """A small model's directory."""
+    return ensure_model().directory
 
 
 @pytest.fixture(scope="session")

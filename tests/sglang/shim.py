@@ -5,8 +5,8 @@ torch does not have for the CPU, three copy kernels that are imported only where
 memory, and the rank numbers that process groups would give. Nothing of what the tests look at
 (trees, controllers, host pools, storage) is touched.
 
-SGLANG_USE_CPU_ENGINE has to be unset: with it SGLang imports a build of its kernels that its
-package index does not offer.
+In process SGLANG_USE_CPU_ENGINE has to be unset: with it SGLang imports a build of its kernels that
+its package index does not offer. A server needs it, and server_hooks, which use parts of this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "stubs"))
 
 import torch
 
-__all__ = ["patch_pools", "state_ranks"]
+__all__ = ["give_copies", "leave_memory_unpinned", "patch_pools", "state_ranks"]
 
 _RANKS = (
     "tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank", "attn_dcp_rank",
@@ -31,26 +31,35 @@ _RANKS = (
 
 
 def patch_pools() -> None:
-    """Makes the host pools usable without CUDA."""
+    """Makes the host pools usable without CUDA, in a process that has no server."""
     from sglang.srt.mem_cache.pool_host import base, mha, mla
 
+    for module in (mha, mla):
+        give_copies(module)
+    leave_memory_unpinned(base)
+    state_ranks()
+
+
+def give_copies(module: Any) -> None:
+    """To pool_host.mha or pool_host.mla: what it imports where CUDA is."""
     if not hasattr(torch.cpu.Stream, "synchronize"):
         torch.cpu.Stream.synchronize = lambda self: None  # work on the CPU is done when it returns
-    for module in (mha, mla):
-        for copy in (
-            transfer_kv_direct,
-            transfer_kv_per_layer_direct_pf_lf,
-            transfer_kv_all_layer_direct_lf_pf,
-        ):
-            setattr(module, copy.__name__, copy)
+    for copy in (
+        transfer_kv_direct,
+        transfer_kv_per_layer_direct_pf_lf,
+        transfer_kv_all_layer_direct_lf_pf,
+    ):
+        setattr(module, copy.__name__, copy)
 
+
+def leave_memory_unpinned(base: Any) -> None:
+    """In pool_host.base."""
     made = base.HostKVCache.__init__
 
     def without_pinning(self: Any, *args: Any, **options: Any) -> None:
         made(self, *args, **options | {"pin_memory": False})
 
     base.HostKVCache.__init__ = without_pinning
-    state_ranks()
 
 
 def state_ranks() -> None:

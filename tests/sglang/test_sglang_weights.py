@@ -1,0 +1,272 @@
+"""Under which name pages are stored and found while weights are updated, step by step."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from pool_rig import hashes, pool_with_heads, store_for
+
+import kvtier
+from kvtier_sglang.layouts import Ranks
+from kvtier_sglang.weights import LoadedWeights
+
+
+class Cache:
+    """What it was told last: a name, or None for a pause."""
+
+    def __init__(self) -> None:
+        self.weights: str | None = ""
+        self.told: list[str | None] = []
+
+    def pause(self) -> None:
+        self.weights = None
+        self.told.append(None)
+
+    def resume(self, weights: str) -> None:
+        self.weights = weights
+        self.told.append(weights)
+
+
+@pytest.fixture
+def weights():
+    return LoadedWeights()
+
+
+@pytest.fixture
+def cache(weights):
+    made = Cache()
+    weights.attach(made)
+    return made
+
+
+def update(weights, version, *, is_done=True, is_flushed=True):
+    weights.change_begins()
+    if is_flushed:
+        weights.flushed()
+    weights.change_ends(version, is_done=is_done)
+
+
+def test_an_update_with_a_version_has_its_name(weights, cache):
+    update(weights, "v2")
+    assert cache.told == [None, "v2"]
+    assert weights.name == "v2"
+
+
+def test_updates_without_a_version_have_names_of_their_own(weights, cache):
+    names = []
+    for _ in range(3):
+        update(weights, None)
+        names.append(cache.weights)
+    other = LoadedWeights()
+    update(other, None)
+    assert len({*names, other.name, ""}) == 5
+
+
+def test_a_failed_update_is_not_called_what_it_should_have_become(weights, cache):
+    update(weights, "v2", is_done=False)
+    assert cache.weights not in ("", "v2", None)
+
+
+def test_ranks_of_one_server_agree_without_asking(weights):
+    ranks = [LoadedWeights() for _ in range(2)]
+    for rank in ranks:
+        rank.launched_as("server")
+        for version in (None, "v2", None):
+            update(rank, version)
+    assert ranks[0].name == ranks[1].name
+    weights.launched_as("another server")
+    for version in (None, "v2", None):
+        update(weights, version)
+    assert weights.name != ranks[0].name
+
+
+def test_until_it_is_flushed_it_is_paused(weights, cache):
+    update(weights, "v2", is_flushed=False)
+    assert cache.weights is None
+    late = Cache()
+    weights.attach(late)
+    assert late.weights is None
+    weights.flushed()
+    assert (cache.weights, late.weights) == ("v2", "v2")
+
+
+def test_a_flush_alone_changes_nothing(weights, cache):
+    weights.flushed()
+    assert set(cache.told) <= {""}
+
+
+def test_a_session_of_many_parts_is_one_update(weights, cache):
+    weights.session_begins()
+    assert cache.weights is None
+    for version in (None, "v2", None):
+        update(weights, version)
+        assert cache.weights is None
+    weights.session_ends(is_clean=True)
+    assert cache.told[-1] == "v2"
+    assert set(cache.told) == {None, "v2"}
+
+
+def test_a_session_with_a_part_that_failed_or_none_has_a_new_name(weights, cache):
+    weights.session_begins()
+    update(weights, "v2", is_done=False)
+    update(weights, "v2")
+    weights.session_ends(is_clean=True)
+    failed = cache.weights
+    weights.session_begins()
+    weights.session_ends(is_clean=True)
+    assert len({failed, cache.weights, "v2", "", None}) == 5
+
+
+def test_a_session_that_leaves_kv_waits_for_a_flush(weights, cache):
+    weights.session_begins()
+    update(weights, "v2")
+    weights.session_ends(is_clean=False)
+    assert cache.weights is None
+    weights.flushed()
+    assert cache.weights == "v2"
+
+
+def test_a_name_given_later_moves_what_is_settled_alone(weights, cache):
+    weights.named("v2")
+    assert cache.told == ["v2"]
+    update(weights, None, is_flushed=False)
+    weights.named("v3")
+    assert cache.weights is None
+    weights.flushed()
+    assert cache.weights == "v3"
+
+
+def test_a_cache_that_has_gone_is_told_nothing(weights, cache):
+    weights.detach(cache)
+    weights.detach(cache)
+    update(weights, "v2")
+    assert cache.told == []
+
+
+@pytest.fixture
+def kv(daemon):
+    with kvtier.connect(daemon.url, deadline=5) as connection:
+        yield connection
+
+
+@pytest.fixture
+def store(kv):
+    return store_for(kv, pool_with_heads("page_first_direct"))
+
+
+def pages_of(kv):
+    found: dict[str, int] = {}
+    for item in kv.status().namespaces:
+        found[item.weights_revision] = found.get(item.weights_revision, 0) + item.pages
+    return found
+
+
+def test_paused_everything_is_a_miss(store):
+    store.set(hashes(2), [0, 1])
+    store.pause()
+    assert store.exists(hashes(2)) == 0
+    assert store.get(hashes(2), [0, 1]) == [False, False]
+    assert store.set(hashes(2, prompt=1), [0, 1]) == [False, False]
+    store.resume("r1")
+    assert store.exists(hashes(2)) == 2
+    assert store.exists(hashes(2, prompt=1)) == 0
+
+
+def test_pages_of_other_weights_are_not_found_and_their_generation_ends(kv, store):
+    replica = store_for(kv, pool_with_heads("page_first_direct"))
+    store.set(hashes(2), [0, 1])
+    store.pause()
+    store.resume("r2")
+    assert store.exists(hashes(2)) == 0
+    assert pages_of(kv) == {"r1": 0, "r2": 0}
+    assert store.set(hashes(2, prompt=1), [0, 1]) == [True, True]
+    # One that still has the old weights goes on by itself, and neither finds the other's pages.
+    assert replica.exists(hashes(2, prompt=1)) == 0
+    assert replica.set(hashes(1, prompt=2), [0]) == [True]
+    assert replica.exists(hashes(1, prompt=2)) == 1
+    assert store.exists(hashes(1, prompt=2)) == 0
+    replica.resume("r2")
+    assert replica.exists(hashes(2, prompt=1)) == 2
+
+
+def test_going_back_finds_nothing_of_before(kv, store):
+    store.set(hashes(2), [0, 1])
+    for weights in ("r2", "r1"):
+        store.resume(weights)
+        assert store.exists(hashes(2)) == 0
+    assert store.set(hashes(2), [0, 1]) == [True, True]
+
+
+def test_many_updates_leave_two_families(kv, store):
+    for number in range(2, 12):
+        store.set(hashes(2), [0, 1])
+        store.resume(f"r{number}")
+    assert pages_of(kv) == {"r10": 0, "r11": 0}
+
+
+def test_ranks_that_are_updated_in_turn_meet_again(kv):
+    pool = pool_with_heads("page_first_direct")
+    ranks = [store_for(kv, pool, ranks=Ranks(tp_rank=rank, tp_size=2)) for rank in range(2)]
+    for weights in ("r2", "r3", "r1"):
+        for rank in ranks:
+            rank.set(hashes(2), [0, 1])
+        for rank in ranks:
+            rank.pause()
+        for rank in ranks:
+            rank.resume(weights)
+            assert rank.exists(hashes(2)) == 0
+        assert [rank.set(hashes(2), [0, 1]) for rank in ranks] == [[True] * 2] * 2
+        assert [rank.exists(hashes(2)) for rank in ranks] == [2, 2]
+
+
+def test_without_a_daemon_an_update_is_over_in_time_and_nothing_old_is_found(kv, daemon, store):
+    daemon.kill()
+    store.pause()
+    store.resume("r2")
+    assert store.exists(hashes(2)) == 0
+    daemon.start()
+    until = threading.Event()
+    for _ in range(500):
+        if all(store.set(hashes(2), [0, 1])):
+            break
+        until.wait(0.02)
+    assert store.exists(hashes(2)) == 2
+    assert pages_of(kv) == {"r1": 0, "r2": 4}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_stored_while_weights_change_is_not_found_afterwards(kv, seed):
+    """One thread stores without end, as SGLang's does; updates come at any moment. A page names the
+    weights that it was made with by its bytes.
+    """
+    pool = pool_with_heads("page_first_direct", seed=seed)
+    store = store_for(kv, pool)
+    reader = pool_with_heads("page_first_direct", seed=seed)
+    is_over = threading.Event()
+    stored = []
+
+    def go_on():
+        while not is_over.is_set():
+            stored.append(sum(store.set(hashes(8), list(range(8)))))
+
+    for number in range(2, 8):
+        pool.kv_buffer.fill_(number - 1)
+        is_over.clear()
+        writer = threading.Thread(target=go_on)
+        writer.start()
+        is_over.wait(0.003 * (seed + number))
+        store.pause()
+        # SGLang joins this thread when it flushes.
+        is_over.set()
+        writer.join()
+        store.resume(f"r{number}")
+        assert store_for_weights(kv, reader, f"r{number}").exists(hashes(8)) == 0
+        assert store.exists(hashes(8)) == 0
+    assert sum(stored) > 0
+
+
+def store_for_weights(kv, pool, weights):
+    made = store_for(kv, pool)
+    made.resume(weights)
+    return made
