@@ -183,7 +183,7 @@ class PageStore:
                         layout, tenant=self._options.tenant, salt=self._salt, deadline=budget.left
                     )
         except (kvtier.KvtierError, ValueError) as error:
-            log.warning("kvtier: pages of the weights before stay until evicted: %s", error)
+            log.warning("kvtier: pages of the weights before stay until evicted: %s", str(error))
         self._left = self._layouts
 
     def _delete(self, layout: Layout, deadline: float) -> None:
