@@ -37,7 +37,7 @@ class Router(StrEnum):
     LEAST = "least"  # the least work waiting
     SESSION = "session"  # a hash of the session's id
     SESSION_BOUNDED = "session-bounded"  # where the session was, unless that is overloaded
-    PREFIX = "prefix"  # the longest cached prefix, and nothing else
+    PREFIX = "prefix"  # the longest cached prefix, whatever the load; none anywhere: as least
     KV = "kv"  # the least of uncached tokens and tokens waiting
 
 
@@ -181,7 +181,7 @@ class _Replicas:
             return self._bounded(session)
         if router is Router.PREFIX:
             found = [cache.prefix(path) for cache in self._caches]
-            return found.index(max(found))
+            return found.index(max(found)) if any(found) else self._least()
         if router is Router.KV:
             return self._cheapest(path, tokens)
         return self._next()
