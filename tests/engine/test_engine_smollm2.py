@@ -34,8 +34,8 @@ TOKENS = 12
 #: apart, and 30 layers add up some roundings. A choice between two that are closer than this is
 #: no statement of the model.
 BFLOAT16_EPSILON = 1.0
-#: How many of the prompts the default tests take.
-FEW = 1
+#: How many of the prompts the default tests take, and of the tokens.
+FEW, FEW_TOKENS = 1, 6
 
 ALL = [pytest.param(FEW, id="few"), pytest.param(None, id="all", marks=pytest.mark.soak)]
 
@@ -73,9 +73,9 @@ def engine_on(model: LoadedModel, kv: Connection | None, pages: int = 64) -> Ite
     engine.check_idle()
 
 
-def told(engine: Engine, prompt: list[int]) -> Completion:
+def told(engine: Engine, prompt: list[int], tokens: int) -> Completion:
     """One request alone: batches are made of others then, and not of it."""
-    sampling = Sampling(max_tokens=TOKENS, ignore_end=True)
+    sampling = Sampling(max_tokens=tokens, ignore_end=True)
     handle = engine.submit(Request(prompt=tuple(prompt), sampling=sampling))
     engine.run_until_idle()
     return handle.result(0)
@@ -88,6 +88,7 @@ def test_greedy_text_is_that_of_transformers(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
+    tokens = FEW_TOKENS if count else TOKENS
     theirs = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
     with engine_on(exact, None) as engine:
         for prompt in prompts_of(exact, count):
@@ -95,12 +96,12 @@ def test_greedy_text_is_that_of_transformers(
                 expected = theirs.generate(
                     torch.tensor([prompt]),
                     attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
-                    max_new_tokens=TOKENS,
+                    max_new_tokens=tokens,
                     do_sample=False,
                     eos_token_id=None,
                 )
                 logits = theirs(torch.tensor([prompt])).logits[0]
-            assert list(told(engine, prompt).tokens) == expected[0, len(prompt) :].tolist()
+            assert list(told(engine, prompt, tokens).tokens) == expected[0, len(prompt) :].tolist()
             ours = Dense(exact.network, pages=8, page_tokens=PAGE_TOKENS).prefill(prompt)
             torch.testing.assert_close(ours, logits, rtol=1e-4, atol=2e-3)
 
@@ -123,17 +124,18 @@ def test_a_hit_from_every_tier_gives_the_cold_text(
     kvtier.warm_up()
     model = exact if dtype is torch.float32 else load_model(place, dtype=dtype)
     prompts = prompts_of(model, count)
+    tokens = FEW_TOKENS if count else TOKENS
     settings = ("host.bytes=256MiB", f"nvme.paths={tmp_path}/nvme", "nvme.bytes=1GiB")
     warm: dict[str, list[Completion]] = {}
     with engine_on(model, None, pages=128) as engine:
-        cold = [told(engine, prompt) for prompt in prompts]
+        cold = [told(engine, prompt, tokens) for prompt in prompts]
         assert sum(one.cached.total for one in cold[:1]) == 0
-        warm["device"] = [told(engine, prompt) for prompt in prompts]
+        warm["device"] = [told(engine, prompt, tokens) for prompt in prompts]
     with DaemonProcess(tmp_path, *settings) as daemon:
         with kvtier.connect(daemon.url, deadline=20) as kv:
             for tier in ("nothing", "host"):
                 with engine_on(model, kv, pages=128) as engine:
-                    warm[tier] = [told(engine, prompt) for prompt in prompts]
+                    warm[tier] = [told(engine, prompt, tokens) for prompt in prompts]
             kv.flush(deadline=60)
         daemon.kill()
         daemon.start()
@@ -141,7 +143,7 @@ def test_a_hit_from_every_tier_gives_the_cold_text(
             kvtier.connect(daemon.url, deadline=20) as kv,
             engine_on(model, kv, pages=128) as engine,
         ):
-            warm["nvme"] = [told(engine, prompt) for prompt in prompts]
+            warm["nvme"] = [told(engine, prompt, tokens) for prompt in prompts]
     for tier in ("device", "host", "nvme"):
         assert all(getattr(one.cached, tier) > 0 for one in warm[tier]), tier
     differing = 0
@@ -160,7 +162,7 @@ def test_a_hit_from_every_tier_gives_the_cold_text(
 def gap_at_divergence(
     model: LoadedModel, prompt: list[int], cold: Completion, other: Completion
 ) -> float:
-    at = next(i for i in range(TOKENS) if cold.tokens[i] != other.tokens[i])
+    at = next(i for i in range(len(cold.tokens)) if cold.tokens[i] != other.tokens[i])
     dense = Dense(model.network, pages=64, page_tokens=PAGE_TOKENS)
     row = dense.prefill(prompt)[-1]
     for token in cold.tokens[:at]:
