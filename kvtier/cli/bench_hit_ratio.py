@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +34,7 @@ from kvtier.bench.textbook import TEXTBOOK, textbook_replay
 from kvtier.bench.trace import Trace
 from kvtier.cli.progress_bar import ProgressBar
 from kvtier.cli.table import table
+from kvtier.config import process_environment
 from kvtier.core.policy import POLICIES
 
 __all__ = ["run"]
@@ -220,7 +220,7 @@ def _read(arguments: argparse.Namespace) -> Trace:
 
 
 def _find(path: Path) -> Path:
-    folder = os.environ.get(_TRACES)
+    folder = process_environment().get(_TRACES)
     if folder and not path.exists() and not path.is_absolute():
         beside = Path(folder) / path
         if beside.exists():

@@ -198,9 +198,10 @@ def test_nothing_is_written_after_a_get_has_returned(daemon):
     with kvtier.connect(daemon.url, plane="grpc") as kv:
         store = store_for(kv, pool, get_deadline=0.5)
         assert all(store.set(hashes(64), places))
-        for delay_ms in (2, 5, 8, 12, 18, 25, 40):
+        delay_s = 0.002
+        for _ in range(30):
             comes(lambda: all(store.get(hashes(1), [0])))
-            stopper = threading.Timer(delay_ms / 1000, daemon.signal, [signal.SIGSTOP])
+            stopper = threading.Timer(delay_s, daemon.signal, [signal.SIGSTOP])
             clear(pool)
             stopper.start()
             got = store.get(hashes(64), places)
@@ -211,6 +212,10 @@ def test_nothing_is_written_after_a_get_has_returned(daemon):
             daemon.signal(signal.SIGCONT)
             time.sleep(0.2)
             assert (pool.kv_buffer == 7).all(), f"written after a get of {sum(got)} of 64 pages"
+            if sum(0 < count < 128 for count in came) >= 3:
+                break
+            # How long a get takes is the machine's to say.
+            delay_s *= 1.6 if came[-1] < 64 else 0.6
     assert any(0 < count < 128 for count in came), f"no get was stopped in the middle: {came}"
 
 

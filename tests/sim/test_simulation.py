@@ -15,6 +15,7 @@ from tests.sim.world import World, run_seeds
 STEPS = 1200
 
 
+@pytest.mark.timeout(240)
 def test_seeds() -> None:
     counts = run_seeds(range(32), STEPS)
     # Also that the run has seen enough of everything to mean something.
