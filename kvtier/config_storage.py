@@ -81,8 +81,9 @@ class HostConfig:
         metadata={
             "kind": Choice(members=Verify),
             "meaning": "Which pages are checked against their checksum when they are sent to a "
-            "reader that does not say that it checks them itself (kvtier's own client does, unless "
-            "told not to). When they are stored, all are.",
+            "reader that does not say that it checks them itself. kvtier's own client does, unless "
+            "told not to; a page that it finds wrong it asks for again, and that one is checked "
+            "here. When pages are stored, all are.",
         },
     )
     sample_one_in: int = whole(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import subprocess
@@ -13,9 +14,10 @@ import torch
 from kvtier import Codec
 from kvtier.packing import fp8
 from kvtier_engine.errors import InvalidRequest, TaskInvalid
+from kvtier_engine.fidelity.command import register
 from kvtier_engine.fidelity.measures import divergence, likelihood
 from kvtier_engine.fidelity.scorer import Scorer
-from kvtier_engine.fidelity.study import on_questions, on_text, on_tools
+from kvtier_engine.fidelity.study import asked, called, on_questions, on_text, on_tools
 from kvtier_engine.fidelity.tasks import (
     Question,
     ToolTask,
@@ -118,9 +120,11 @@ def test_a_text_is_studied_window_by_window(scorer):
 def test_questions_and_tools_are_counted(scorer):
     # Choices that are all alike: the first one counts as chosen, whatever the network prefers.
     alike = [Question(text=f"q{at}", choices=("a", "a"), answer=int(at == 2)) for at in range(4)]
-    made = on_questions(scorer, alike, tell=untold)
+    tokenizer = scorer.model.tokenizer
+    made = on_questions(scorer, asked(tokenizer, alike), tell=untold)
     assert (made.questions, made.raw_right, made.packed_right, made.same) == (4, 3, 3, 4)
-    calls = on_tools(scorer, [ToolTask(prompt="p", tools={"t": {}})], answer_tokens=4, tell=untold)
+    task = ToolTask(prompt="p", tools={"t": {}})
+    calls = on_tools(scorer, called(tokenizer, [task]), answer_tokens=4, tell=untold)
     assert (calls.tasks, calls.raw_valid, calls.packed_valid) == (1, 0, 0)
 
 
@@ -191,7 +195,12 @@ def test_a_line_that_is_no_question_is_named(tmp_path, line):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"prompt": "p"}', '{"prompt": "p", "tools": [{}]}', '{"prompt": 1, "tools": []}']
+    "line",
+    ['{"prompt": "p"}', '{"prompt": "p", "tools": [{}]}', '{"prompt": 1, "tools": []}']
+    + [
+        '{"prompt": "p", "tools": [{"name": "t", "parameters": ' + schema + "}]}"
+        for schema in ('{"properties": null}', '{"required": 5}', '{"required": [[]]}', "[]")
+    ],
 )
 def test_a_line_that_is_no_tool_task_is_named(tmp_path, line):
     place = tmp_path / "t.jsonl"
@@ -223,6 +232,26 @@ def test_the_command_says_what_is_wrong_without_a_traceback(tmp_path):
     assert "line 1: no JSON" in ended.stderr
     assert "remedy:" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--page-tokens", "2048"], "0 after|in pages of 2048"),
+        (["--rest-tokens", "1"], "1 after them"),
+        (["--skip", "text", "questions", "--answer-tokens", "9000"], "tool task 1 with its answer"),
+        (["--context-tokens", "9000"], "the text's windows: 9056 tokens"),
+        (["--skip", "text", "tools", "--page-tokens", "512", "--context-tokens", "512"], "a page"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_model_works(words, why, monkeypatch):
+    monkeypatch.setattr(Scorer, "logits", None)
+    monkeypatch.setattr(Scorer, "greedy", None)
+    parser = argparse.ArgumentParser()
+    register(parser.add_subparsers())
+    arguments = parser.parse_args(["fidelity", *words])
+    with pytest.raises(InvalidRequest, match=why):
+        arguments.run(arguments)
 
 
 @pytest.mark.soak

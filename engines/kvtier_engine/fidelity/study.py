@@ -1,11 +1,12 @@
 """The study: a text, questions and tool tasks, each with raw KV and with KV that was stored packed.
 
 Text: windows of context and continuation; the continuation is fed token by token as it stands
-(teacher forcing), so that both sides are asked about the same places. Questions: few-shot, and the
-choice whose tokens are the likeliest on average counts as the answer (the way of the `acc_norm` of
-common harnesses). Tool tasks: the likeliest text, up to a length.
+(teacher forcing), so that both sides are asked about the same places. Questions: few-shot; the
+choice counts as the answer whose tokens cost the fewest nats a character of it. Tool tasks: the
+likeliest text, up to a length.
 
-Pure but for the model's time; one thread.
+What is asked is made into tokens first (`asked`, `called`), so that what does not fit is refused
+before a model has worked for minutes. One thread.
 """
 
 from __future__ import annotations
@@ -22,8 +23,21 @@ from kvtier_engine.errors import InvalidRequest
 from kvtier_engine.fidelity.measures import Divergence, Likelihood, divergence, likelihood
 from kvtier_engine.fidelity.scorer import Scorer
 from kvtier_engine.fidelity.tasks import Question, ToolTask, is_valid_call
+from kvtier_engine.model.tokens import Tokenizer
 
-__all__ = ["SHOTS", "Choices", "TextStudy", "ToolCalls", "on_questions", "on_text", "on_tools"]
+__all__ = [
+    "SHOTS",
+    "Asked",
+    "Called",
+    "Choices",
+    "TextStudy",
+    "ToolCalls",
+    "asked",
+    "called",
+    "on_questions",
+    "on_text",
+    "on_tools",
+]
 
 #: Questions with their answers that stand before each question.
 SHOTS: Final = 4
@@ -101,24 +115,75 @@ def on_text(
     )
 
 
-def on_questions(scorer: Scorer, questions: Sequence[Question], *, tell: Progress) -> Choices:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A question as tokens. `letters`: the characters of each choice; `answer`: the right one."""
+
+    prompt: Sequence[int]
+    choices: Sequence[Sequence[int]]
+    letters: Sequence[int]
+    answer: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt) + max(map(len, self.choices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """A tool task as tokens."""
+
+    prompt: Sequence[int]
+    task: ToolTask
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt)
+
+
+def asked(tokenizer: Tokenizer, questions: Sequence[Question]) -> list[Asked]:
+    """Each question after up to SHOTS others with their answers."""
+    return [
+        Asked(
+            prompt=tokenizer.encode(_prompt(questions, number)),
+            choices=[tokenizer.encode(f" {choice}", special=False) for choice in question.choices],
+            letters=[len(choice) for choice in question.choices],
+            answer=question.answer,
+        )
+        for number, question in enumerate(questions)
+    ]
+
+
+def called(tokenizer: Tokenizer, tasks: Sequence[ToolTask]) -> list[Called]:
+    """Each task as a chat. Raises InvalidRequest for a model without a chat template."""
+    made = []
+    for task in tasks:
+        schemas = [{"name": name, "parameters": schema} for name, schema in task.tools.items()]
+        messages = [
+            {"role": "system", "content": _TOOLS_SYSTEM + json.dumps(schemas)},
+            {"role": "user", "content": task.prompt},
+        ]
+        prompt = tokenizer.encode(tokenizer.chat(messages), special=False)
+        made.append(Called(prompt=prompt, task=task))
+    return made
+
+
+def on_questions(scorer: Scorer, questions: Sequence[Asked], *, tell: Progress) -> Choices:
     """Raises InvalidRequest for a question that does not fit into the scorer's tokens."""
-    encode = scorer.model.tokenizer.encode
     right = dict.fromkeys(_BOTH, 0)
     same = 0
     for number, question in enumerate(questions):
-        prompt = encode(_prompt(questions, number))
-        whole = scorer.whole_pages(len(prompt))
-        rests = [
-            [*prompt[whole:], *encode(f" {choice}", special=False)] for choice in question.choices
-        ]
-        made = scorer.logits(prompt[:whole], rests, _BOTH)
-        asked = len(prompt) - whole
+        whole = scorer.whole_pages(len(question.prompt))
+        before = len(question.prompt) - whole
+        rests = [[*question.prompt[whole:], *choice] for choice in question.choices]
+        made = scorer.logits(question.prompt[:whole], rests, _BOTH)
         chosen = {}
         for codec in _BOTH:
             costs = [
-                _mean_cost(logits[asked:-1], rest[asked:])
-                for logits, rest in zip(made[codec], rests, strict=True)
+                likelihood(logits[before:-1], torch.tensor(choice)).nats / letters
+                for logits, choice, letters in zip(
+                    made[codec], question.choices, question.letters, strict=True
+                )
             ]
             chosen[codec] = costs.index(min(costs))
             right[codec] += chosen[codec] == question.answer
@@ -133,23 +198,17 @@ def on_questions(scorer: Scorer, questions: Sequence[Question], *, tell: Progres
 
 
 def on_tools(
-    scorer: Scorer, tasks: Sequence[ToolTask], *, answer_tokens: int, tell: Progress
+    scorer: Scorer, tasks: Sequence[Called], *, answer_tokens: int, tell: Progress
 ) -> ToolCalls:
     """Raises InvalidRequest for a task that does not fit into the scorer's tokens."""
     tokenizer = scorer.model.tokenizer
     valid = dict.fromkeys(_BOTH, 0)
     same = 0
     for number, task in enumerate(tasks):
-        schemas = [{"name": name, "parameters": schema} for name, schema in task.tools.items()]
-        messages = [
-            {"role": "system", "content": _TOOLS_SYSTEM + json.dumps(schemas)},
-            {"role": "user", "content": task.prompt},
-        ]
-        prompt = tokenizer.encode(tokenizer.chat(messages), special=False)
-        whole = scorer.whole_pages(len(prompt))
+        prompt, whole = task.prompt, scorer.whole_pages(len(task.prompt))
         made = scorer.greedy(prompt[:whole], prompt[whole:], _BOTH, tokens=answer_tokens)
         for codec in _BOTH:
-            valid[codec] += is_valid_call(tokenizer.decode(made[codec]), task.tools)
+            valid[codec] += is_valid_call(tokenizer.decode(made[codec]), task.task.tools)
         same += made[Codec.RAW] == made[Codec.FP8]
         tell(number + 1, len(tasks))
     return ToolCalls(
@@ -160,19 +219,14 @@ def on_tools(
     )
 
 
-def _mean_cost(logits: torch.Tensor, tokens: Sequence[int]) -> float:
-    """Nats a token."""
-    return likelihood(logits, torch.tensor(tokens)).nats / len(tokens)
-
-
 def _prompt(questions: Sequence[Question], number: int) -> str:
     """The question after up to SHOTS others with their answers, the same ones at every call."""
     shots = min(SHOTS, len(questions) - 1)
     others = [questions[(number + 1 + step) % len(questions)] for step in range(shots)]
-    solved = [f"{_asked(other)} {other.choices[other.answer]}\n\n" for other in others]
-    return "".join(solved) + _asked(questions[number])
+    solved = [f"{_stated(other)} {other.choices[other.answer]}\n\n" for other in others]
+    return "".join(solved) + _stated(questions[number])
 
 
-def _asked(question: Question) -> str:
+def _stated(question: Question) -> str:
     lines = [f"{_LETTERS[at % len(_LETTERS)]}. {text}" for at, text in enumerate(question.choices)]
     return "\n".join([f"Question: {question.text}", *lines, "Answer:"])

@@ -20,7 +20,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from kvtier_engine.errors import TaskInvalid
 
@@ -86,6 +86,18 @@ def is_valid_call(text: str, tools: Mapping[str, Mapping[str, Any]]) -> bool:
     return all(_fits(value, properties[key]) for key, value in arguments.items())
 
 
+def _is_schema(schema: object) -> TypeGuard[dict[str, Any]]:
+    """As far as `is_valid_call` looks at one."""
+    if not isinstance(schema, dict):
+        return False
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    return (
+        isinstance(properties, dict)
+        and isinstance(required, list)
+        and all(isinstance(name, str) for name in required)
+    )
+
+
 def _fits(value: object, schema: object) -> bool:
     wanted = schema.get("type") if isinstance(schema, dict) else None
     if not isinstance(wanted, str) or wanted not in _TYPES:
@@ -135,10 +147,10 @@ def _question(line: dict[str, Any], where: str) -> Question:
     answer = line.get("answerKey", line.get("answer"))
     if isinstance(answer, str) and answer in labels:
         answer = labels.index(answer)
-    is_number = isinstance(answer, int) and not isinstance(answer, bool)
-    if not isinstance(text, str) or len(choices) < 2 or not is_number:
-        raise TaskInvalid(f"{where}: no question with choices and an answer", remedy=_SHAPES)
-    assert isinstance(answer, int)
+    if not isinstance(answer, int) or isinstance(answer, bool):
+        raise TaskInvalid(f"{where}: no answer among the choices", remedy=_SHAPES)
+    if not isinstance(text, str) or len(choices) < 2 or not all(choices):
+        raise TaskInvalid(f"{where}: no question with choices", remedy=_SHAPES)
     if not 0 <= answer < len(choices):
         raise TaskInvalid(f"{where}: answer {answer} of {len(choices)} choices", remedy=_SHAPES)
     return Question(text=text, choices=tuple(choices), answer=answer)
@@ -169,7 +181,7 @@ def _tool_task(line: dict[str, Any], where: str) -> ToolTask:
         function = tool.get("function", tool) if isinstance(tool, dict) else {}
         schema = function.get("parameters", {}) if isinstance(function, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not isinstance(schema, dict):
+        if not isinstance(name, str) or not _is_schema(schema):
             raise TaskInvalid(f"{where}: a tool without a name or schema", remedy=_SHAPES)
         named[name] = schema
     if not isinstance(prompt, str) or not named:
