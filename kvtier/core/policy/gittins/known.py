@@ -1,0 +1,103 @@
+"""Blocks that are remembered, cached or not: found by a 64-bit word, in an open-addressing table.
+
+The word comes from the page's key, which is a hash of everything before it. Two keys with one word
+would be taken for one page by the forecast, which costs at most a hit.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kvtier.core.policy.gittins.jit import compiled
+from kvtier.core.policy.gittins.layout import (
+    BLOCK_FREE,
+    BLOCK_NEXT,
+    KIDS,
+    KNOWN,
+    NONE,
+    OWNER,
+    PARENT,
+    State,
+)
+
+__all__ = ["find", "forget_block", "insert", "rehash"]
+
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT: Final = np.uint64(32)
+
+
+@compiled
+def _home(state: State, word: np.uint64) -> int:
+    mixed = word * _MIX
+    mixed ^= mixed >> _SHIFT
+    return np.int64(mixed & np.uint64(len(state.table) - 1))
+
+
+@compiled
+def find(state: State, word: np.uint64) -> int:
+    """The block known by this word, or NONE."""
+    at, mask = _home(state, word), len(state.table) - 1
+    while True:
+        entry = state.table[at]
+        if entry == 0:
+            return NONE
+        if state.word[entry - 1] == word:
+            return entry - 1
+        at = (at + 1) & mask
+
+
+@compiled
+def _place(state: State, block: int) -> None:
+    at, mask = _home(state, state.word[block]), len(state.table) - 1
+    while state.table[at] != 0:
+        at = (at + 1) & mask
+    state.table[at] = block + 1
+
+
+@compiled
+def insert(state: State, word: np.uint64, parent: int, owner: int) -> int:
+    """A block that is not known yet; there must be room for it."""
+    block = state.count[BLOCK_FREE]
+    state.count[BLOCK_FREE] = state.block[block, BLOCK_NEXT]
+    state.count[KNOWN] += 1
+    state.word[block] = word
+    state.block[block, PARENT] = parent
+    state.block[block, OWNER] = owner
+    state.block[block, KIDS] = 0
+    _place(state, block)
+    return block
+
+
+@compiled
+def forget_block(state: State, block: int) -> None:
+    """Its place in the table is closed by the entries after it (algorithm R of D. E. Knuth, "The Art of
+    Computer Programming" 3, section 6.4)."""
+    table, mask = state.table, len(state.table) - 1
+    at = _home(state, state.word[block])
+    while table[at] != block + 1:
+        at = (at + 1) & mask
+    hole = at
+    while True:
+        at = (at + 1) & mask
+        entry = table[at]
+        if entry == 0:
+            break
+        home = _home(state, state.word[entry - 1])
+        if ((at - home) & mask) >= ((at - hole) & mask):
+            table[hole] = entry
+            hole = at
+    table[hole] = 0
+    state.block[block, OWNER] = NONE
+    state.block[block, BLOCK_NEXT] = state.count[BLOCK_FREE]
+    state.count[BLOCK_FREE] = block
+    state.count[KNOWN] -= 1
+
+
+@compiled
+def rehash(state: State) -> None:
+    """Fills a table that was made anew."""
+    for block in range(len(state.word)):
+        if state.block[block, OWNER] != NONE:
+            _place(state, block)

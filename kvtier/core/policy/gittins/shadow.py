@@ -1,0 +1,204 @@
+"""Two caches without pages, as large as the tier: one that evicts by what it has learned, and LRU.
+
+They say which of the two orders is better for these requests (a guard): `LEAD` is the decayed sum
+of the blocks that the first hit more than the second, `WEIGHT` that of all blocks asked for. Where
+the lead falls below a small share of the weight LRU takes charge of the tier, until it is above 0.
+
+The learned one is sampled: of so many requests drawn at random, and of those that were among the
+worst lately, the tail with the lowest index goes, and with it its run. So a block costs O(1).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvtier.core.policy.gittins.jit import compiled
+from kvtier.core.policy.gittins.layout import (
+    IS_LRU,
+    KIDS,
+    LEAD,
+    LRU_END,
+    LRU_HIT,
+    LRU_OLDEST,
+    LRU_TOTAL,
+    NEXT,
+    NONE,
+    OLDEST,
+    OWNER,
+    PARENT,
+    POOL,
+    RANDOM,
+    RUN_END,
+    SHADOW_AT,
+    SHADOW_END,
+    SHADOW_HIT,
+    SHADOW_LIVE,
+    SHADOW_TAIL,
+    SHADOW_TOTAL,
+    START,
+    SWITCHES,
+    WEIGHT,
+    State,
+)
+from kvtier.core.policy.gittins.segments import run_at, slot_of, worth
+
+__all__ = ["SAMPLES", "compare", "leave", "list_in", "list_out", "random_below", "trim", "trim_lru"]
+
+SAMPLES: Final = 64
+_HALF_LIFE: Final = 2000.0  # requests
+_DECAY: Final = 0.5 ** (1 / _HALF_LIFE)
+_GIVES_UP_AT: Final = -0.003
+
+
+@compiled
+def random_below(state: State, n: int) -> int:
+    """A xorshift generator of 63 bits."""
+    x = state.count[RANDOM]
+    x ^= (x << 13) & 0x7FFFFFFFFFFFFFFF
+    x ^= x >> 7
+    x ^= (x << 17) & 0x7FFFFFFFFFFFFFFF
+    state.count[RANDOM] = x
+    return (x >> 16) % n
+
+
+@compiled
+def list_in(state: State, slot: int) -> None:
+    """The tail of this request may be sampled."""
+    if state.slot[slot, SHADOW_AT] == NONE:
+        n = state.count[SHADOW_LIVE]
+        state.shadow_list[n] = slot
+        state.slot[slot, SHADOW_AT] = n
+        state.count[SHADOW_LIVE] = n + 1
+
+
+@compiled
+def list_out(state: State, slot: int) -> None:
+    at = state.slot[slot, SHADOW_AT]
+    if at != NONE:
+        n = state.count[SHADOW_LIVE] - 1
+        last = state.shadow_list[n]
+        state.shadow_list[at] = last
+        state.slot[last, SHADOW_AT] = at
+        state.slot[slot, SHADOW_AT] = NONE
+        state.count[SHADOW_LIVE] = n
+
+
+@compiled
+def _score(state: State, slot: int) -> float:
+    """What its tail is worth, or -1.0 when it has none that may go."""
+    row = state.slot[slot]
+    if row[SHADOW_AT] == NONE:
+        return -1.0
+    if state.block[row[SHADOW_TAIL], KIDS]:
+        list_out(state, slot)  # until the last block after it has gone
+        return -1.0
+    return worth(state, slot, row[SHADOW_END] - 1)
+
+
+@compiled
+def _worst(state: State) -> int:
+    """The slot whose tail is worth least, of a sample; NONE when there is none."""
+    pool = state.pool[0]
+    best, best_score = NONE, 1e300
+    second, second_score = NONE, 1e300
+    for at in range(POOL):
+        slot = pool[at]
+        if slot != NONE:
+            score = _score(state, slot)
+            if score < 0.0:
+                pool[at] = NONE
+            elif score < best_score:
+                best, best_score = slot, score
+    n = state.count[SHADOW_LIVE]
+    is_all = n <= SAMPLES
+    at = 0
+    tried = 0
+    while state.count[SHADOW_LIVE] and tried < SAMPLES:
+        tried += 1
+        n = state.count[SHADOW_LIVE]
+        if is_all:
+            if at >= n:
+                break
+        else:
+            at = random_below(state, n)
+        slot = state.shadow_list[at]
+        score = _score(state, slot)
+        if score < 0.0:
+            tried -= 1  # one less in the list: it is looked at once
+            continue
+        at += 1
+        if slot != best and score < best_score:
+            second, second_score = best, best_score
+            best, best_score = slot, score
+        elif slot != best and score < second_score:
+            second, second_score = slot, score
+    if second != NONE:
+        pool[random_below(state, POOL)] = second
+    return best
+
+
+@compiled
+def leave(state: State, slot: int, count: int) -> None:
+    """The last `count` blocks of a request leave the learned shadow."""
+    row = state.slot[slot]
+    for _ in range(count):
+        block = row[SHADOW_TAIL]
+        before = state.block[block, PARENT]
+        row[SHADOW_TAIL] = before
+        row[SHADOW_END] -= 1
+        if before != NONE:
+            state.block[before, KIDS] -= 1
+            owner = state.block[before, OWNER]
+            if owner != slot and state.block[before, KIDS] == 0:
+                other = state.slot[owner]
+                if other[SHADOW_TAIL] == before and other[SHADOW_END] > other[START]:
+                    list_in(state, owner)
+    state.count[SHADOW_TOTAL] -= count
+    if row[SHADOW_END] <= row[START]:
+        list_out(state, slot)
+
+
+@compiled
+def trim(state: State, blocks_max: int) -> None:
+    """Evicts from the learned shadow until so many blocks are left."""
+    while state.count[SHADOW_TOTAL] > blocks_max:
+        slot = _worst(state)
+        if slot == NONE:
+            return
+        row = state.slot[slot]
+        run = run_at(state, slot, row[SHADOW_END] - 1)
+        begin = row[START] if run == 0 else max(row[START], row[RUN_END + run - 1])
+        while (
+            row[SHADOW_END] > begin
+            and state.count[SHADOW_TOTAL] > blocks_max
+            and state.block[row[SHADOW_TAIL], KIDS] == 0
+        ):
+            leave(state, slot, 1)
+
+
+@compiled
+def trim_lru(state: State, blocks_max: int) -> None:
+    """Evicts from the LRU shadow: the tail of the oldest request that has any block there."""
+    number = max(state.count[LRU_OLDEST], state.count[OLDEST])
+    while state.count[LRU_TOTAL] > blocks_max and number < state.count[NEXT]:
+        row = state.slot[slot_of(state, number)]
+        has = row[LRU_END] - row[START]
+        if has > 0:
+            cut = min(has, state.count[LRU_TOTAL] - blocks_max)
+            row[LRU_END] -= cut
+            state.count[LRU_TOTAL] -= cut
+        else:
+            number += 1
+    state.count[LRU_OLDEST] = number
+
+
+@compiled
+def compare(state: State, blocks: int) -> None:
+    """After a request of so many blocks: who is in charge of the tier from now on."""
+    lead = state.level[2] * _DECAY + state.count[SHADOW_HIT] - state.count[LRU_HIT]
+    weight = state.level[3] * _DECAY + blocks
+    state.level[LEAD], state.level[WEIGHT] = lead, weight
+    is_lru = state.count[IS_LRU]
+    if (not is_lru and lead < _GIVES_UP_AT * weight) or (is_lru and lead > 0.0):
+        state.count[IS_LRU] = 1 - is_lru
+        state.count[SWITCHES] += 1
