@@ -21,54 +21,65 @@ from kvtier.core.policy.gittins.layout import (
     CLASSES,
     FEATURES,
     RUN_KIND,
-    State,
 )
 
 __all__ = ["chances", "learn"]
 
 _PRIOR: Final = -1.65  # log odds before anything is learned
-_DECAY: Final = np.float32(0.998)
-_RATE_FINE: Final = 0.03
-_RATE_COARSE: Final = 0.1
+_DECAY: Final = 0.998
+_RATE_FINE: Final = 0.003
+_RATE_COARSE: Final = 0.01
 _PER_COARSE: Final = 6
 _SMALL: Final = 1e-6
 
 
 @compiled
-def _log_odds(state: State, slot: int, run: int, at: int) -> float:
-    group = at // _PER_COARSE
-    row = state.slot[slot, RUN_KIND + run]
-    total = _PRIOR + state.fine[0, row, at] + state.coarse[0, row, group]
-    for feature in range(FEATURES - 1):
-        row = state.slot[slot, CLASSES + feature]
-        total += state.fine[0, row, at] + state.coarse[0, row, group]
-    return total
-
-
-@compiled
-def chances(state: State, slot: int, run: int, out: npt.NDArray[np.float64]) -> None:
-    """Fills `out` (BINS,) with the chance of reuse in each bin of those that reach it."""
-    for at in range(BINS):
-        out[at] = 1.0 / (1.0 + exp(-_log_odds(state, slot, run, at)))
-
-
-@compiled
-def learn(state: State, slot: int, run: int, at: int, label: float, weight: float) -> None:
-    """One run was used (label 1.0) in bin `at`, or outlived it (0.0)."""
-    chance = 1.0 / (1.0 + exp(-_log_odds(state, slot, run, at)))
-    gradient = np.float32((chance - label) * weight)
-    group = at // _PER_COARSE
-    for feature in range(FEATURES):
-        column = RUN_KIND + run if feature == 0 else CLASSES + feature - 1
-        row = state.slot[slot, column]
-        _step(state.fine, row, at, gradient, _RATE_FINE)
-        _step(state.coarse, row, group, gradient, _RATE_COARSE)
-
-
-@compiled
-def _step(
-    model: npt.NDArray[np.float32], row: int, at: int, gradient: float, rate: float
+def chances(
+    slots: npt.NDArray[np.int32],
+    fine: npt.NDArray[np.float32],
+    coarse: npt.NDArray[np.float32],
+    slot: int,
+    run: int,
+    out: npt.NDArray[np.float64],
 ) -> None:
-    square = _DECAY * model[1, row, at] + (np.float32(1) - _DECAY) * gradient * gradient
-    model[1, row, at] = square
-    model[0, row, at] -= np.float32(rate * gradient / (sqrt(square) + _SMALL))
+    """Fills `out` (BINS,) with the chance of reuse in each bin of those that reach it.
+
+    `slots`, `fine`, `coarse`: of a State. (Kernels take the arrays that they need where they run
+    often: to hand over all costs more than what is done with them.)
+    """
+    out[:] = _PRIOR
+    for feature in range(FEATURES):
+        row = slots[slot, RUN_KIND + run if feature == 0 else CLASSES + feature - 1]
+        for at in range(BINS):
+            out[at] += fine[0, row, at] + coarse[0, row, at // _PER_COARSE]
+    for at in range(BINS):
+        out[at] = 1.0 / (1.0 + exp(-out[at]))
+
+
+@compiled
+def learn(
+    slots: npt.NDArray[np.int32],
+    fine: npt.NDArray[np.float32],
+    coarse: npt.NDArray[np.float32],
+    slot: int,
+    run: int,
+    at: int,
+    label: float,
+    weight: float,
+) -> None:
+    """One run was used (label 1.0) in bin `at`, or outlived it (0.0)."""
+    group = at // _PER_COARSE
+    odds = _PRIOR
+    for feature in range(FEATURES):
+        row = slots[slot, RUN_KIND + run if feature == 0 else CLASSES + feature - 1]
+        odds += fine[0, row, at] + coarse[0, row, group]
+    gradient = (1.0 / (1.0 + exp(-odds)) - label) * weight
+    part = (1.0 - _DECAY) * gradient * gradient
+    for feature in range(FEATURES):
+        row = slots[slot, RUN_KIND + run if feature == 0 else CLASSES + feature - 1]
+        square = _DECAY * fine[1, row, at] + part
+        fine[1, row, at] = square
+        fine[0, row, at] -= _RATE_FINE * gradient / (sqrt(square) + _SMALL)
+        square = _DECAY * coarse[1, row, group] + part
+        coarse[1, row, group] = square
+        coarse[0, row, group] -= _RATE_COARSE * gradient / (sqrt(square) + _SMALL)

@@ -18,36 +18,38 @@ from kvtier.core.policy.gittins.buckets import EDGES
 from kvtier.core.policy.gittins.jit import compiled
 from kvtier.core.policy.gittins.layout import BINS
 
-__all__ = ["fill_curve", "index_at", "read_curve"]
+__all__ = ["fill_curve", "read_curve"]
 
 #: Logarithms from -40 to 24, in steps of 1 / 1024.
 _LOWEST: Final = 40.0
 _STEPS: Final = 1024.0
 _TOP: Final = 65535.0
-
-
-@compiled
-def index_at(chance: npt.NDArray[np.float64], begin: int) -> float:
-    """Hits a second of a page that has just reached bin `begin`, by the best horizon.
-
-    `chance`: shape (BINS,), of reuse in each bin of those that reach it.
-    """
-    alive, hit, held, best = 1.0, 0.0, 0.0, 0.0
-    for at in range(begin, BINS):
-        width = EDGES[at + 1] - EDGES[at]
-        hit += alive * chance[at]
-        held += alive * width * (1.0 - 0.5 * chance[at])
-        alive *= 1.0 - chance[at]
-        best = max(best, hit / held)
-    return best
+_SMALLEST: Final = 1e-12
 
 
 @compiled
 def fill_curve(chance: npt.NDArray[np.float64], curve: npt.NDArray[np.uint16]) -> None:
-    """The index at every edge of age, shape (BINS + 1,)."""
-    for begin in range(BINS):
-        worth = max(index_at(chance, begin), 1e-12)
-        curve[begin] = np.uint16(min(max((log2(worth) + _LOWEST) * _STEPS, 1.0), _TOP))
+    """The index at every edge of age, shape (BINS + 1,).
+
+    `chance`: shape (BINS,), of reuse in each bin of those that reach it. Goes from the last bin to
+    the first: a bin takes in what follows it as long as that is better than the two together.
+    """
+    hit = np.empty(BINS)  # of one that begins at the first bin of a group of bins
+    held = np.empty(BINS)
+    alive = np.empty(BINS)
+    last = np.empty(BINS, np.int64)  # of the group that begins here
+    for at in range(BINS - 1, -1, -1):
+        hits, stays, end = chance[at], 1.0 - chance[at], at
+        cost = (EDGES[at + 1] - EDGES[at]) * (1.0 - 0.5 * chance[at])
+        while end + 1 < BINS and hit[end + 1] * cost > hits * held[end + 1]:
+            after = end + 1
+            hits += stays * hit[after]
+            cost += stays * held[after]
+            stays *= alive[after]
+            end = last[after]
+        hit[at], held[at], alive[at], last[at] = hits, cost, stays, end
+        worth = max(hits / cost, _SMALLEST)
+        curve[at] = np.uint16(min(max((log2(worth) + _LOWEST) * _STEPS, 1.0), _TOP))
     curve[BINS] = curve[BINS - 1]
 
 

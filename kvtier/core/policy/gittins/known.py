@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.policy.gittins.jit import compiled
 from kvtier.core.policy.gittins.layout import (
@@ -29,28 +30,32 @@ _SHIFT: Final = np.uint64(32)
 
 
 @compiled
-def _home(state: State, word: np.uint64) -> int:
+def _home(word: np.uint64, mask: int) -> int:
     mixed = word * _MIX
     mixed ^= mixed >> _SHIFT
-    return np.int64(mixed & np.uint64(len(state.table) - 1))
+    return np.int64(mixed & np.uint64(mask))
 
 
 @compiled
-def find(state: State, word: np.uint64) -> int:
-    """The block known by this word, or NONE."""
-    at, mask = _home(state, word), len(state.table) - 1
+def find(
+    table: npt.NDArray[np.int32], words: npt.NDArray[np.uint64], word: np.uint64
+) -> int:
+    """The block known by this word, or NONE. `table`, `words`: of a State."""
+    mask = len(table) - 1
+    at = _home(word, mask)
     while True:
-        entry = state.table[at]
+        entry = table[at]
         if entry == 0:
             return NONE
-        if state.word[entry - 1] == word:
+        if words[entry - 1] == word:
             return entry - 1
         at = (at + 1) & mask
 
 
 @compiled
 def _place(state: State, block: int) -> None:
-    at, mask = _home(state, state.word[block]), len(state.table) - 1
+    mask = len(state.table) - 1
+    at = _home(state.word[block], mask)
     while state.table[at] != 0:
         at = (at + 1) & mask
     state.table[at] = block + 1
@@ -74,8 +79,8 @@ def insert(state: State, word: np.uint64, parent: int, owner: int) -> int:
 def forget_block(state: State, block: int) -> None:
     """Its place in the table is closed by the entries after it (algorithm R of D. E. Knuth, "The Art of
     Computer Programming" 3, section 6.4)."""
-    table, mask = state.table, len(state.table) - 1
-    at = _home(state, state.word[block])
+    table, words, mask = state.table, state.word, len(state.table) - 1
+    at = _home(words[block], mask)
     while table[at] != block + 1:
         at = (at + 1) & mask
     hole = at
@@ -84,7 +89,7 @@ def forget_block(state: State, block: int) -> None:
         entry = table[at]
         if entry == 0:
             break
-        home = _home(state, state.word[entry - 1])
+        home = _home(words[entry - 1], mask)
         if ((at - home) & mask) >= ((at - hole) & mask):
             table[hole] = entry
             hole = at

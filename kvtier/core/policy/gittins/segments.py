@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.policy.gittins.buckets import (
     EDGES,
@@ -141,7 +142,7 @@ def price(state: State, slot: int) -> None:
             state.count[CURVE_FREE] = state.curve_next[curve]
             state.count[CURVES_USED] += 1
             row[RUN_CURVE + run] = curve
-        chances(state, slot, run, chance)
+        chances(state.slot, state.fine, state.coarse, slot, run, chance)
         fill_curve(chance, state.curve[curve])
 
 
@@ -168,50 +169,61 @@ def sweep_curves(state: State) -> None:
 
 
 @compiled
-def worth(state: State, slot: int, position: int) -> float:
-    """What the block at a position of the path is worth now: the logarithm of its index."""
-    curve = state.slot[slot, RUN_CURVE + run_at(state, slot, position)]
-    if curve == NONE:
-        return 0.0
-    return read_curve(state.curve[curve], age_place(state.level[NOW] - state.time[slot]))
+def worth(
+    slots: npt.NDArray[np.int32],
+    curves: npt.NDArray[np.uint16],
+    age: float,
+    slot: int,
+    position: int,
+) -> float:
+    """What the block at a position of the path is worth at an age: the logarithm of its index.
+
+    `slots`, `curves`: of a State."""
+    run, last = 0, slots[slot, RUNS] - 1
+    while run < last and slots[slot, RUN_END + run] <= position:
+        run += 1
+    curve = slots[slot, RUN_CURVE + run]
+    return 0.0 if curve == NONE else read_curve(curves[curve], age_place(age))
 
 
 @compiled
-def _weight(state: State, blocks: int) -> float:
-    return (blocks / max(1.0, state.level[PATH_MEAN])) ** 0.25
+def _weight(blocks: int, path_mean: float) -> float:
+    return (blocks / max(1.0, path_mean)) ** 0.25
 
 
 @compiled
 def learn_use(state: State, slot: int, begin: int, end: int) -> None:
     """A request now uses the blocks begin .. end of this path, begin being its START."""
     place = int(age_place(state.level[NOW] - state.time[slot]))
-    row, at = state.slot[slot], begin
-    for run in range(row[RUNS]):
-        upto = min(end, row[RUN_END + run])
+    slots, fine, coarse, mean = state.slot, state.fine, state.coarse, state.level[PATH_MEAN]
+    at = begin
+    for run in range(slots[slot, RUNS]):
+        upto = min(end, slots[slot, RUN_END + run])
         if upto > at:
-            learn(state, slot, run, place, 1.0, _weight(state, upto - at))
+            learn(slots, fine, coarse, slot, run, place, 1.0, _weight(upto - at, mean))
             at = upto
 
 
 @compiled
 def pass_bins(state: State) -> None:
     """What has outlived a bin of age since the last request teaches that. NOW must be written."""
-    now, following = state.level[NOW], state.count[NEXT]
+    now, following, oldest = state.level[NOW], state.count[NEXT], state.count[OLDEST]
+    slots, fine, coarse, mean = state.slot, state.fine, state.coarse, state.level[PATH_MEAN]
+    times, passed = state.time, state.passed
     for at in range(BINS):
-        number = max(state.passed[at], state.count[OLDEST])
+        number = max(passed[at], oldest)
         while number < following:
-            slot = slot_of(state, number)
-            if state.time[slot] + EDGES[at + 1] > now:
+            slot = 1 + number % (len(times) - 1)
+            if times[slot] + EDGES[at + 1] > now:
                 break
-            row = state.slot[slot]
-            begin = row[START]
-            for run in range(row[RUNS]):
-                end = row[RUN_END + run]
+            begin = slots[slot, START]
+            for run in range(slots[slot, RUNS]):
+                end = slots[slot, RUN_END + run]
                 if end > begin:
-                    learn(state, slot, run, at, 0.0, _weight(state, end - begin))
+                    learn(slots, fine, coarse, slot, run, at, 0.0, _weight(end - begin, mean))
                     begin = end
             number += 1
-        state.passed[at] = number
+        passed[at] = number
 
 
 @compiled

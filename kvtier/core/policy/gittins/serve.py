@@ -85,9 +85,9 @@ def forget_oldest(state: State) -> None:
 
 @compiled
 def _match(state: State, words: npt.NDArray[np.uint64], ids: npt.NDArray[np.int32]) -> int:
-    known = 0
+    known, table, have = 0, state.table, state.word
     while known < len(words):
-        block = find(state, words[known])
+        block = find(table, have, words[known])
         if block == NONE:
             break
         ids[known] = block

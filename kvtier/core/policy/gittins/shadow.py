@@ -23,6 +23,7 @@ from kvtier.core.policy.gittins.layout import (
     LRU_TOTAL,
     NEXT,
     NONE,
+    NOW,
     OLDEST,
     OWNER,
     PARENT,
@@ -86,48 +87,46 @@ def list_out(state: State, slot: int) -> None:
 @compiled
 def _score(state: State, slot: int) -> float:
     """What its tail is worth, or -1.0 when it has none that may go."""
-    row = state.slot[slot]
-    if row[SHADOW_AT] == NONE:
+    slots = state.slot
+    if slots[slot, SHADOW_AT] == NONE:
         return -1.0
-    if state.block[row[SHADOW_TAIL], KIDS]:
+    if state.block[slots[slot, SHADOW_TAIL], KIDS]:
         list_out(state, slot)  # until the last block after it has gone
         return -1.0
-    return worth(state, slot, row[SHADOW_END] - 1)
+    age = state.level[NOW] - state.time[slot]
+    return worth(slots, state.curve, age, slot, slots[slot, SHADOW_END] - 1)
 
 
 @compiled
 def _worst(state: State) -> int:
-    """The slot whose tail is worth least, of a sample; NONE when there is none."""
-    pool = state.pool[0]
+    """The slot whose tail is worth least, of a sample; NONE when there is none.
+
+    The list is looked through whole where it is short.
+    """
+    pool, count, listed = state.pool[0], state.count, state.shadow_list
     best, best_score = NONE, 1e300
     second, second_score = NONE, 1e300
-    for at in range(POOL):
-        slot = pool[at]
-        if slot != NONE:
-            score = _score(state, slot)
-            if score < 0.0:
-                pool[at] = NONE
-            elif score < best_score:
-                best, best_score = slot, score
-    n = state.count[SHADOW_LIVE]
-    is_all = n <= SAMPLES
-    at = 0
-    tried = 0
-    while state.count[SHADOW_LIVE] and tried < SAMPLES:
-        tried += 1
-        n = state.count[SHADOW_LIVE]
-        if is_all:
-            if at >= n:
+    tried = -POOL
+    while tried < SAMPLES and (tried < 0 or count[SHADOW_LIVE]):
+        n = count[SHADOW_LIVE]
+        if tried < 0:
+            slot = pool[POOL + tried]
+        elif n <= SAMPLES:
+            if tried >= n:
                 break
+            slot = listed[tried]
         else:
-            at = random_below(state, n)
-        slot = state.shadow_list[at]
-        score = _score(state, slot)
-        if score < 0.0:
-            tried -= 1  # one less in the list: it is looked at once
+            slot = listed[random_below(state, n)]
+        tried += 1
+        if slot == NONE:
             continue
-        at += 1
-        if slot != best and score < best_score:
+        score = _score(state, slot)
+        if score < 0.0:  # out of the list, so that it is met once
+            if tried <= 0:
+                pool[POOL + tried - 1] = NONE
+            elif n <= SAMPLES:
+                tried -= 1  # another has come to its place
+        elif score < best_score:
             second, second_score = best, best_score
             best, best_score = slot, score
         elif slot != best and score < second_score:
