@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvtier.bench.trace import NO_BLOCK
 from kvtier.core.policy import POLICIES
-from kvtier.core.policy.lru import Clock
+from kvtier.core.policy.lru import Clock, LruTailFirst
 from kvtier.core.table import NO_ROW, CopyTable
 
 __all__ = ["Cache"]
@@ -60,7 +60,11 @@ class Cache:
         self._children, self._leases = self._table.children, self._table.leases
         self._queued = self._table.queued
         self._uses: npt.NDArray[np.uint8] = self._table.column("uses")
-        self._words: npt.NDArray[np.uint64] = self._table.key_words_np[:, 0]
+        self._queued_np: npt.NDArray[np.uint64] = self._table.column("queued")
+        # LRU remembers nothing of what was evicted, so it needs no keys.
+        self._words: npt.NDArray[np.uint64] | None = None
+        if not isinstance(self._policy, LruTailFirst):
+            self._words = self._table.key_words_np[:, 0]
         self.stored = 0
         self.evicted = 0
         #: Of the blocks that gave way last: which had been used since they were stored.
@@ -76,9 +80,9 @@ class Cache:
 
     def prefix(self, path: Ints) -> int:
         """How many leading blocks are here."""
-        is_here = self._row_np[path] != NO_ROW
-        count = int(np.count_nonzero(is_here))
-        return count if count == len(path) or is_here[:count].all() else int(is_here.argmin())
+        rows = self._row_np[path]
+        missing = int(rows.argmin()) if len(rows) else 0  # the first of the lowest
+        return missing if len(rows) and rows[missing] == NO_ROW else len(rows)
 
     def touch(self, path: Ints) -> None:
         """A request has used these blocks, which are here, from head to tail."""
@@ -140,33 +144,28 @@ class Cache:
         """Blocks that are not here, one after the other of one chain, or of several."""
         n = len(path)
         self._free_count -= n
-        free = self._free[self._free_count : self._free_count + n][::-1].copy()
-        rows = free.astype(np.int64)
-        self._row_np[path] = free
-        self._block_np[free] = path
+        rows = self._free[self._free_count : self._free_count + n][::-1].astype(np.int64)
+        self._row_np[path] = rows
+        self._block_np[rows] = path
         self._uses[rows] = 0
-        self._words[rows] = path
-        self._queued_clear(rows)
+        self._queued_np[rows] = 0
+        if self._words is not None:
+            self._words[rows] = path
         parents = self._parent[path]
-        first = parents[0]
-        is_chain = bool((parents[1:] == path[:-1]).all())
-        if is_chain:
-            self._children_np[rows] = self._after_np[path]
-            self._children_np[rows[:-1]] += 1
-            self._after_np[path[:-1]] += 1
-            self._join(int(first))
+        if n == 1 or bool((parents[1:] == path[:-1]).all()):
+            after = self._after_np[path]
+            after[:-1] += 1
+            self._after_np[path] = after
+            self._children_np[rows] = after
+            self._join(int(parents[0]))
         else:
             known = parents[parents != NO_BLOCK]
             np.add.at(self._after_np, known, 1)
             self._children_np[rows] = self._after_np[path]
-            others = np.setdiff1d(known, path)
-            for block in others.tolist():
+            for block in np.setdiff1d(known, path).tolist():
                 self._recount(block)
         self._policy.admit_many(rows)
         self.stored += n
-
-    def _queued_clear(self, rows: Longs) -> None:
-        self._table.column("queued")[rows] = 0
 
     def _join(self, before: int) -> None:
         """A block has come after this one."""

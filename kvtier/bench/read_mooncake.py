@@ -18,7 +18,8 @@ from kvtier.bench.trace import Trace, TraceBuilder
 __all__ = ["Stamps", "read_mooncake"]
 
 _LOOKED_AT: Final = 256
-_BLOCK_TOKENS: Final = tuple(1 << n for n in range(14, -1, -1))
+#: The usual ones first: requests of one block each fit many.
+_BLOCK_TOKENS: Final = (512, 16, 64, 256, 128, 32, 1024, 2048, 4096, 8, 4, 2, 1)
 _NO_PARENT: Final = -1
 
 
@@ -33,7 +34,7 @@ class Stamps:
 def read_mooncake(
     lines: Iterable[Line], block_tokens: int | None, stamps: Stamps, *, format_name: str
 ) -> Trace:
-    """Raises TraceError for a line that is no request, or whose blocks do not fit its length."""
+    """Raises TraceError for a line that is no request, or whose length is more than a block off."""
     rest = iter(lines)
     head = list(islice(rest, _LOOKED_AT))
     if not head:
@@ -44,9 +45,9 @@ def read_mooncake(
     sessions = _Sessions(stamps.session)
     for number, line in enumerate(chain(head, rest)):
         ids, length = line.ids("hash_ids"), line.count("input_length")
-        if not (len(ids) - 1) * tokens < max(length, 1) <= max(1, len(ids) * tokens):
+        if abs(len(ids) * tokens - length) > tokens:
             raise line.wrong(
-                f"{len(ids)} blocks of {tokens} tokens do not hold input_length {length}",
+                f"{len(ids)} blocks of {tokens} tokens do not fit input_length {length}",
                 "give the tokens of a block with --block-tokens, or mend the line",
             )
         builder.add(
@@ -70,14 +71,17 @@ def _follow(builder: TraceBuilder, line: Line, ids: list[Any]) -> int:
 
 
 def _fitting(head: list[Line]) -> int:
-    """The largest power of two that fits all of these requests."""
+    """The tokens of a block by the lengths of these requests: those for which every last block is
+    there and begun, else (some tools count tokens that are in no block) those that come close."""
     if "block_size" in head[0]:
         return head[0].count("block_size", 1)
     sizes = [(len(line.ids("hash_ids")), line.count("input_length")) for line in head]
     for tokens in _BLOCK_TOKENS:
         if all((n - 1) * tokens < max(1, length) <= max(1, n * tokens) for n, length in sizes):
             return tokens
-    # The first that fits nothing is as likely wrong as the file.
+    for tokens in _BLOCK_TOKENS:
+        if all(abs(n * tokens - length) <= tokens for n, length in sizes):
+            return tokens
     raise TraceError(
         f"{head[0].path}: no number of tokens a block fits the first {len(head)} requests",
         remedy="give it with --block-tokens; the line that does not fit it is named then",

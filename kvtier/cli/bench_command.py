@@ -92,7 +92,17 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE,SIZE",
         help="host memory alone, of each of these sizes",
     )
-    group.add_argument("--policy", default="lru", metavar="NAME,NAME", help="lru, arc, s3-fifo")
+    group.add_argument(
+        "--policy",
+        default="lru",
+        metavar="NAME,NAME",
+        help="the daemon's lru, arc, s3-fifo; to compare with, fifo and arc-textbook (one tier)",
+    )
+    group.add_argument(
+        "--one-pass",
+        action="store_true",
+        help="LRU at all sizes at once, much sooner, without the daemon's own code (one tier)",
+    )
     group.add_argument(
         "--write",
         default="back",

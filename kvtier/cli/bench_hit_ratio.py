@@ -14,10 +14,12 @@ from kvtier.bench.capacity import Sizes, parse_amount, parse_tiers
 from kvtier.bench.errors import BenchInput
 from kvtier.bench.figures import Basis, result, summary
 from kvtier.bench.formats import ReadOptions, read_trace
+from kvtier.bench.lru_curve import one_pass
 from kvtier.bench.models import KvDtype, bytes_per_token
 from kvtier.bench.plot import check_name, draw
-from kvtier.bench.replay import ReplayPlan, SimTier, WritePolicy, replay
+from kvtier.bench.replay import Replay, ReplayPlan, SimTier, WritePolicy, replay
 from kvtier.bench.report import (
+    ONE_PASS,
     SHARED,
     csv_text,
     document,
@@ -27,6 +29,9 @@ from kvtier.bench.report import (
     size_text,
     token_text,
 )
+from kvtier.bench.routing import Fleet, Router, route
+from kvtier.bench.routing_report import SERVICE, routed, routing_rows, routing_sentence
+from kvtier.bench.textbook import TEXTBOOK, textbook_replay
 from kvtier.bench.trace import Trace
 from kvtier.cli.progress_bar import ProgressBar
 from kvtier.cli.table import table
@@ -43,32 +48,124 @@ def run(arguments: argparse.Namespace) -> int:
     """The exit code. Raises TraceError and BenchInput."""
     if arguments.plot is not None:
         check_name(arguments.plot)
-    policies = _names(arguments.policy, POLICIES, "policy")
+    policies = _names(arguments.policy, [*POLICIES, *TEXTBOOK], "policy")
     writes = [WritePolicy(name) for name in _names(arguments.write, WritePolicy, "write")]
+    routers = [Router(name) for name in _names(arguments.router, Router, "router")]
     token_bytes = _token_bytes(arguments)
-    trace = _read(arguments)
-    sizes = Sizes(trace, token_bytes)
+    _check_fleet(arguments)
+    sizes = Sizes(_read(arguments), token_bytes)
     chosen = _tiers(arguments, sizes)
-    basis = Basis(trace)
-    results = []
-    for slots in chosen:
-        for write in writes if SimTier.NVME in slots else [WritePolicy.BACK]:
-            for policy in policies:
-                plan = ReplayPlan(
-                    slots=slots, policy=policy, write=write, told=not arguments.untold
-                )
-                bar = ProgressBar(f"{policy}", trace.requests, unit="requests")
-                results.append(result(basis, sizes, replay(trace, plan, bar.at)))
-                bar.end()
+    basis = Basis(sizes.trace)
     setup = {
         "model": arguments.model,
         "kv_dtype": arguments.kv_dtype,
         "token_bytes": token_bytes,
         "engine_hits_told": not arguments.untold,
+        "one_pass": arguments.one_pass,
     }
+    if arguments.replicas is not None:
+        routings = [
+            _route(basis, sizes, arguments, slots=slots, policy=policy, router=router)
+            for slots in chosen
+            for policy in policies
+            for router in routers
+        ]
+        report = document(summary(basis, sizes), setup, routings)
+        _print(arguments, report, _routing_lines(report))
+        return 0
+    plans = [
+        ReplayPlan(slots=slots, policy=policy, write=write, told=not arguments.untold)
+        for slots in chosen
+        for write in (writes if SimTier.NVME in slots else [WritePolicy.BACK])
+        for policy in policies
+    ]
+    done = one_pass(sizes.trace, plans) if arguments.one_pass else _replay(sizes.trace, plans)
+    results = [result(basis, sizes, found) for found in done]
     report = document(summary(basis, sizes), setup, results)
-    _write(arguments, report)
+    if arguments.csv is not None:
+        arguments.csv.write_text(csv_text(results), encoding="utf-8")
+    if arguments.plot is not None:
+        draw(arguments.plot, report)
+    _print(arguments, report, _lines(report))
     return 0
+
+
+def _replay(trace: Trace, plans: list[ReplayPlan]) -> Iterator[Replay]:
+    for plan in plans:
+        bar = ProgressBar(plan.policy, trace.requests, unit="requests")
+        play = textbook_replay if plan.policy in TEXTBOOK else replay
+        try:
+            yield play(trace, plan, bar.at)
+        finally:
+            bar.end()
+
+
+def _print(arguments: argparse.Namespace, report: dict[str, Any], lines: Iterator[str]) -> None:
+    print(json.dumps(report, indent=2) if arguments.json else "\n".join(lines))
+
+
+def _check_fleet(arguments: argparse.Namespace) -> None:
+    """Raises BenchInput for options that do not go together."""
+    if arguments.replicas is None:
+        if arguments.shared is not None or arguments.router != "rr":
+            raise BenchInput("--router and --shared need --replicas", remedy="give --replicas N")
+        return
+    wrong = [
+        name
+        for name, is_wrong in (
+            ("--replicas must be from 1 to 4096", not 1 <= arguments.replicas <= 4096),
+            ("--affinity-adoption must be from 0 to 1", not 0 <= arguments.affinity_adoption <= 1),
+            ("--rate must be above 0", not arguments.rate > 0),
+            ("--csv and --plot are for one replica", arguments.csv or arguments.plot),
+            ("--replicas needs --tiers gpu=SIZE", not arguments.tiers or arguments.capacities),
+        )
+        if is_wrong
+    ]
+    if wrong:
+        raise BenchInput(wrong[0], remedy="see `kvtier bench hit-ratio --help`")
+
+
+def _route(
+    basis: Basis,
+    sizes: Sizes,
+    arguments: argparse.Namespace,
+    *,
+    slots: dict[SimTier, int],
+    policy: str,
+    router: Router,
+) -> dict[str, Any]:
+    if set(slots) != {SimTier.GPU}:
+        raise BenchInput(
+            "with --replicas each has a tier gpu alone",
+            remedy="give --tiers gpu=SIZE, and --shared SIZE for what all replicas share",
+        )
+    fleet = Fleet(
+        router=router,
+        replicas=arguments.replicas,
+        local=slots[SimTier.GPU],
+        shared=parse_amount(arguments.shared, sizes) if arguments.shared else 0,
+        policy=policy,
+        adoption=arguments.affinity_adoption,
+        rate=arguments.rate,
+    )
+    bar = ProgressBar(router.value, sizes.trace.requests, unit="requests")
+    try:
+        return routed(basis, route(sizes.trace, fleet, bar.at))
+    finally:
+        bar.end()
+
+
+def _routing_lines(report: dict[str, Any]) -> Iterator[str]:
+    results = report["results"]
+    yield from setup_lines(report["trace"], report["setup"])
+    yield ""
+    yield from table(*routing_rows(results))
+    yield ""
+    first = results[0]
+    yield SERVICE.format(rate=first["rate_tokens_per_s"], cost=first["shared_cost"])
+    yield SHARED
+    yield ""
+    yield routing_sentence(results)
 
 
 def _names(text: str, known: Any, what: str) -> list[str]:
@@ -129,14 +226,6 @@ def _tiers(arguments: argparse.Namespace, sizes: Sizes) -> list[dict[SimTier, in
     return chosen
 
 
-def _write(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    if arguments.csv is not None:
-        arguments.csv.write_text(csv_text(report["results"]), encoding="utf-8")
-    if arguments.plot is not None:
-        draw(arguments.plot, report)
-    print(json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report)))
-
-
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     trace, results = report["trace"], report["results"]
     yield from setup_lines(trace, report["setup"])
@@ -150,9 +239,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "hit, same (session), other (sessions), optimum: % of input tokens, cold start;"
     yield "2nd half: over the second half of the requests; mean: of each request's own ratio"
-    yield SHARED
+    yield ONE_PASS if report["setup"]["one_pass"] else SHARED
     yield ""
-    yield sentence(trace, results[-1])
+    yield sentence(trace, results)
 
 
 def _rows(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:

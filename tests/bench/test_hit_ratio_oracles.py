@@ -15,7 +15,9 @@ import pytest
 from kvtier.bench.bounds import Optimum, ceiling
 from kvtier.bench.figures import ratios
 from kvtier.bench.formats import read_trace
+from kvtier.bench.lru_curve import lru_curve
 from kvtier.bench.replay import ReplayPlan, SimTier, WritePolicy, replay
+from kvtier.bench.routing import Fleet, Router, route
 
 TRACES = os.environ.get("KVTIER_TRACES")
 pytestmark = pytest.mark.skipif(not TRACES, reason="KVTIER_TRACES names no folder of traces")
@@ -59,6 +61,15 @@ def test_optimum_of_the_conversation(tokens_m, percent):
     assert round(100 * ratios(found, hits).cold, 1) == percent
 
 
+def test_the_table_of_lru_over_the_conversation():
+    pytest.importorskip("numba", reason="numba is in the extra [fast]")
+    found = conversation()
+    table = {0.3: 4.3, 1: 5.4, 3: 13.9, 5: 21.1, 10: 29.1, 20: 35.8, 30: 36.6, 50: 37.1}
+    curve = lru_curve(found, [int(tokens_m * 1e6) // 512 for tokens_m in table])
+    percents = [round(100 * ratios(found, hits).cold, 1) for hits in curve]
+    assert percents == list(table.values())
+
+
 def test_synthetic_without_eviction():
     found = trace("mooncake_synthetic.jsonl.gz")
     assert found.sessions == 2_245
@@ -77,8 +88,11 @@ def test_conversation_under_lru(tokens_m, percent):
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("write", "percent", "written_m"),
-    [(WritePolicy.THROUGH, 36.6, 94.7), (WritePolicy.BACK, 36.6, 92.5)]
-    + [(WritePolicy.SELECTIVE, 19.6, 8.3)],
+    [
+        (WritePolicy.THROUGH, 36.6, 94.7),
+        (WritePolicy.BACK, 36.6, 92.5),
+        (WritePolicy.SELECTIVE, 19.6, 8.3),
+    ],
 )
 def test_conversation_with_nvme_behind_host_memory(write, percent, written_m):
     found = conversation()
@@ -105,8 +119,43 @@ def test_the_agent_trace():
     found = trace("claude_code_v6.jsonl.gz")
     assert (found.requests, found.sessions, found.blocks_seen) == (26_742, 454, 407_989)
     assert round(100 * ratios(found, ceiling(found)).cold, 1) == 95.8
-    for tokens_m, percent, best in ((1, 49.6, 74.2), (3, 87.8, 92.8)):
+    # Of the first figure at 3M another simulator has 87.8; a plain LRU over these requests, block
+    # by block, gives 87.74, as this one does.
+    for tokens_m, percent, best in ((1, 49.6, 74.2), (3, 87.7, 92.8)):
         slots = int(tokens_m * 1e6) // 256
         done = replay(found, ReplayPlan(slots={SimTier.HOST: slots}))
         assert round(100 * ratios(found, done.prefix).cold, 1) == percent
         assert round(100 * ratios(found, Optimum(found).hits(slots)).cold, 1) == best
+        assert lru_curve(found, [slots])[0].tolist() == done.prefix.tolist()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("router", "adoption", "percent"),
+    [("rr", 1.0, 57.1), ("session", 1.0, 94.9), ("session", 0.5, 78.7), ("kv", 1.0, 93.7)],
+)
+def test_routing_the_agent_trace_to_eight_replicas(router, adoption, percent):
+    found = trace("claude_code_v6.jsonl.gz")
+    fleet = Fleet(router=Router(router), replicas=8, local=2_000_000 // 256, adoption=adoption)
+    done = route(found, fleet)
+    assert 100 * ratios(found, done.local).cold == pytest.approx(percent, abs=0.5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("router", "percent", "busy"),
+    [
+        ("rr", 11.6, 1.04),
+        ("least", 10.8, 1.02),
+        ("session", 36.1, 1.07),
+        ("session-bounded", 31.3, 1.05),
+        ("prefix", 13.9, 8.0),
+        ("kv", 29.2, 1.02),
+    ],
+)
+def test_routing_the_conversation_to_eight_replicas(router, percent, busy):
+    found = conversation()
+    fleet = Fleet(router=Router(router), replicas=8, local=3_000_000 // 512, rate=7000.0)
+    done = route(found, fleet)
+    assert 100 * ratios(found, done.local).cold == pytest.approx(percent, abs=1.0)
+    assert done.imbalance() == pytest.approx(busy, abs=0.1)

@@ -110,6 +110,18 @@ def test_ids_may_be_text_and_times_may_be_missing(tmp_path):
     assert "no times in the file" in trace.notes[0]
 
 
+@pytest.mark.parametrize("tokens", [16, 64, 256, 512])
+def test_the_tokens_of_a_block_are_found_out(tmp_path, tokens):
+    rows = mooncake_rows(conversations(7))
+    for row in rows:
+        row["input_length"] = len(row["hash_ids"]) * tokens - tokens // 2
+    assert read_trace(write_lines(tmp_path / "exact", rows)).block_tokens == tokens
+    rows[3]["input_length"] += tokens - 1  # some tokens that are in no block
+    assert read_trace(write_lines(tmp_path / "close", rows)).block_tokens == tokens
+    with pytest.raises(TraceError, match=r"close:\d+: \d+ blocks of 48 tokens do not fit"):
+        read_trace(tmp_path / "close", ReadOptions(block_tokens=48))
+
+
 def test_sessions_are_those_that_own_the_deepest_block():
     # The first block is everybody's; 2 goes on 0, 3 branches from 1 before its own last block.
     requests = [[9, 1, 2], [9, 3, 4], [9, 1, 2, 5], [9, 3, 6], [9, 7], [9]]
@@ -191,7 +203,14 @@ def test_the_compact_form_is_the_same_trace(tmp_path):
                 kept += 1
             ranges = [[i, 1] for i in ids[kept:]]
             rows.append(
-                {"s": number, "t": 2.0 * turn, "in": len(ids) * 64, "out": 5, "k": kept, "r": ranges}
+                {
+                    "s": number,
+                    "t": 2.0 * turn,
+                    "in": len(ids) * 64,
+                    "out": 5,
+                    "k": kept,
+                    "r": ranges,
+                }
             )
             before = ids
     compact = read_trace(write_lines(tmp_path / "compact", rows))
@@ -212,9 +231,7 @@ def test_arrivals_clip_gaps_and_follow_the_seed(tmp_path):
     assert (one.arrival_s - one.arrival_s[0]).tolist() == [0.0, 2.0, 102.0]
     assert 0 <= one.arrival_s[0] < 7200
     assert one.arrival_s[0] != two.arrival_s[0]
-    assert one.notes == (
-        "session starts drawn over 2 h (seed 4), idle gaps clipped to 100 s",
-    )
+    assert one.notes == ("session starts drawn over 2 h (seed 4), idle gaps clipped to 100 s",)
 
 
 # -- ragpulse -------------------------------------------------------------------------------------
@@ -263,7 +280,7 @@ def test_ragpulse_is_cut_to_blocks_of_its_components(tmp_path):
 def test_ragpulse_without_its_components(tmp_path):
     path = ragpulse(tmp_path)
     (tmp_path / "ragpulse_3_history.jsonl").unlink()
-    with pytest.raises(TraceError, match="no file \\*history.jsonl beside it"):
+    with pytest.raises(TraceError, match=r"no file \*history.jsonl beside it"):
         read_trace(path)
 
 
@@ -280,8 +297,8 @@ GOOD = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1,
         ({**GOOD, "hash_ids": [1, 2.5]}, "an id that is no whole number"),
         ({**GOOD, "hash_ids": [1, None]}, "an id that is no whole number"),
         ({**GOOD, "hash_ids": 7}, "hash_ids is 7, not a list"),
-        ({**GOOD, "hash_ids": [1, 2, 3]}, "3 blocks of 512 tokens do not hold input_length 600"),
-        ({**GOOD, "hash_ids": [1]}, "1 blocks of 512 tokens do not hold input_length 600"),
+        ({**GOOD, "hash_ids": [1, 2, 3]}, "3 blocks of 512 tokens do not fit input_length 600"),
+        ({**GOOD, "hash_ids": []}, "0 blocks of 512 tokens do not fit input_length 600"),
         ({**GOOD, "input_length": -1}, "input_length is -1, not a whole number from 0"),
         ({**GOOD, "input_length": "600"}, "input_length is '600', not a whole number"),
         ({**GOOD, "timestamp": -1}, "timestamp is -1, not a time"),

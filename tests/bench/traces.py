@@ -14,7 +14,7 @@ from kvtier.bench.trace import NO_BLOCK, Trace, TraceBuilder
 BLOCK = 16
 
 
-def conversations(seed: int, *, requests: int = 300, sessions: int = 12) -> list[tuple[int, list]]:
+def conversations(seed: int, *, requests: int = 150, sessions: int = 9) -> list[tuple[int, list]]:
     """(session, content ids): sessions that go on, some of them from another's beginning."""
     rng = random.Random(seed)
     open_chats: dict[int, list] = {}
