@@ -221,13 +221,33 @@ def oldest_row(state: State, pages: Pages) -> int:
 
 
 @compiled
+def _any(state: State, pages: Pages) -> int:
+    """A slot whose tail may go, or NONE; the newest only if there is no other."""
+    newest = slot_of(state, state.count[NEXT] - 1)
+    at = 0
+    while at < state.count[ROW_LIVE]:
+        slot = state.row_list[at]
+        if slot == newest:
+            at += 1
+        elif not _is_kept(state, pages, slot):
+            return slot
+    if state.slot[newest, ROW_AT] == NONE or _is_kept(state, pages, newest):
+        return NONE
+    return newest
+
+
+@compiled
 def pick(state: State, pages: Pages) -> int:
-    """The slot whose tail goes next, or NONE: the lowest index of a sample, or the oldest."""
+    """The slot whose tail goes next, or NONE: the lowest index of a sample, or the oldest.
+
+    The request that came last is spared, because more of its pages may be about to come.
+    """
     if state.slot[ORPHANS, ROW_AT] != NONE and not _is_kept(state, pages, ORPHANS):
         return ORPHANS
     if state.count[IS_LRU]:
         return _oldest(state, pages)
     pool, count = state.pool[1], state.count
+    newest = slot_of(state, count[NEXT] - 1)
     best, best_score = NONE, 1e300
     second, second_score = NONE, 1e300
     tried = -POOL
@@ -242,7 +262,7 @@ def pick(state: State, pages: Pages) -> int:
         else:
             slot = state.row_list[random_below(state, n)]
         tried += 1
-        if slot == NONE or state.slot[slot, ROW_AT] == NONE:
+        if slot == NONE or slot == newest or state.slot[slot, ROW_AT] == NONE:
             continue
         if _is_kept(state, pages, slot):
             if 0 < tried and n <= SAMPLES:
@@ -257,4 +277,4 @@ def pick(state: State, pages: Pages) -> int:
             second, second_score = slot, score
     if second != NONE:
         pool[random_below(state, POOL)] = second
-    return best
+    return _any(state, pages) if best == NONE else best

@@ -8,8 +8,8 @@ pages are touched or put, and the time is the daemon's monotonic clock, read at 
 handed down; the output length is a hint of the put, and unknown otherwise. Words of a page are
 `words_of` its row, and of a key the same from its bytes: shards of one page have the same.
 
-Pages that are used or admitted without a request that names them are a request of their own, at the
-time of the last one; an admitted page that is known is put where it was known.
+Pages that are used or admitted without a request that names them are a request of their own, a
+millisecond after the last one; an admitted page that is known is put where it was known.
 
 The estimator needs no page: it goes on with what it knows when pages are evicted, and `export` and
 `restore` carry it from one process to the next. Work of a call: a few steps for each page that it
@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.policy.gittins import layout, pages, serve
+from kvtier.core.policy.gittins import layout, pages, segments, serve
 from kvtier.core.policy.gittins.forecast import Forecast
 from kvtier.core.policy.gittins.known import find
 from kvtier.core.policy.gittins.layout import NONE, ORPHANS, SLOT_COLUMNS
@@ -36,6 +36,7 @@ __all__ = ["Gittins"]
 Words = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 
+_TICK: Final = 1e-3  # seconds
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -127,7 +128,7 @@ class Gittins:
         if self._path_slot == NONE or pages.locate(self._path, words, places) < len(rows):
             rows = np.array(list(dict.fromkeys(rows.tolist())), np.int64)
             words = self.words_of(rows)
-            self.request(self.forecast.state.level[layout.NOW], words)
+            self._request_unnamed(words)
             places = np.arange(len(rows), dtype=np.int32)
         self._join(rows, places)
 
@@ -204,17 +205,21 @@ class Gittins:
     def _join(self, rows: Rows, places: npt.NDArray[np.int32]) -> None:
         pages.join(self.forecast.state, self._pages, rows, places, self._path_slot)
 
+    def _request_unnamed(self, words: Words) -> None:
+        self.request(float(self.forecast.state.level[layout.NOW]) + _TICK, words)
+
     def _admit_known(self, row: int, word: int) -> None:
         """A page that no request has named."""
         state = self.forecast.state
         rows = np.array([row], np.int64)
         block = find(state.table, state.word, np.uint64(word))
         if block == NONE:
-            self.request(state.level[layout.NOW], np.array([word], np.uint64))
+            self._request_unnamed(np.array([word], np.uint64))
             self._join(rows, np.zeros(1, np.int32))
             return
         slot = int(state.block[block, layout.OWNER])
         place = np.array([pages.position_of(state, block)], np.int32)
+        segments.price(state, slot)
         pages.join(state, self._pages, rows, place, slot)
         state.count[layout.ROW_OLDEST] = state.count[layout.OLDEST]
 

@@ -1,0 +1,252 @@
+"""The Gittins policy over the table of page copies: what it keeps whole, bounded and the same."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from kvtier.core.policy.forecasting import FORECASTING
+from kvtier.core.policy.gittins import layout
+from kvtier.core.policy.gittins.forecast import KNOWN_PER_PAGE, REQUESTS_MIN
+from kvtier.core.policy.gittins.policy import Gittins
+from kvtier.core.policy.lru import Clock
+from kvtier.core.table import NO_ROW, CopyTable
+
+
+class Tier:
+    """The calls of a store whose pages are known by whole numbers, in chains."""
+
+    def __init__(self, slots: int, *, seed: int = 1, has_bypass: bool = False) -> None:
+        self.table = CopyTable(slots)
+        self.policy = Gittins(self.table, Clock(), seed=seed, has_bypass=has_bypass)
+        self.row: dict[int, int] = {}
+        self.page: dict[int, int] = {}
+        self.before: dict[int, int] = {}
+        self.free = list(range(slots))
+        self.now = 0.0
+
+    def serve(self, path: list[int], *, after: float = 1.0) -> int:
+        """A request; how many leading pages it finds."""
+        self.now += after
+        self.policy.request(self.now, np.array(path, np.uint64), output=10)
+        hits = next((i for i, page in enumerate(path) if page not in self.row), len(path))
+        if hits:
+            self.policy.touch(np.array([self.row[page] for page in path[:hits]], np.int64))
+        new = path[hits:]
+        new = new[: self.policy.takes(np.array(new, np.uint64))]
+        while len(self.free) < len(new) and self.evict() != NO_ROW:
+            pass
+        rows = []
+        for page in new[: len(self.free)]:
+            row = self.free.pop()
+            rows.append(row)
+            self.table.key_words_np[row, 0] = page
+            self.table.children[row] = self.table.queued[row] = 0
+            self.row[page], self.page[row] = row, page
+            at = path.index(page)
+            self.before[page] = path[at - 1] if at else NO_ROW
+            if at:
+                self.table.children[self.row[path[at - 1]]] += 1
+        if rows:
+            self.policy.admit_many(np.array(rows, np.int64))
+        return hits
+
+    def evict(self) -> int:
+        row = self.policy.evict(lambda _: True)
+        if row != NO_ROW:
+            assert not self.table.children[row], "a page that another one needs"
+            assert not self.table.leases[row], "a page with a lease"
+            self.gone(row)
+        return row
+
+    def gone(self, row: int) -> None:
+        page = self.page.pop(row)
+        del self.row[page]
+        self.free.append(row)
+        before = self.before[page]
+        if before != NO_ROW:
+            held = self.row[before]
+            self.table.children[held] -= 1
+            if not (self.table.children[held] or self.table.queued[held]):
+                self.policy.ready(held)
+
+
+def paths(seed: int, requests: int) -> list[list[int]]:
+    """Conversations that go on, branch off each other, and end."""
+    rng = random.Random(seed)
+    fresh = iter(range(1, 10**9))
+    chats = [[next(fresh)] for _ in range(6)]
+    found = []
+    for _ in range(requests):
+        at = rng.randrange(len(chats))
+        if rng.random() < 0.1:
+            source = rng.choice(chats)
+            chats[at] = source[: rng.randrange(len(source))]
+        chats[at] = [*chats[at], *(next(fresh) for _ in range(rng.randrange(1, 6)))][:24]
+        found.append(list(chats[at]))
+    return found
+
+
+@pytest.mark.parametrize("has_bypass", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_never_a_page_that_another_one_needs(seed: int, has_bypass: bool) -> None:
+    tier = Tier(40, seed=seed, has_bypass=has_bypass)
+    for path in paths(seed, 400):
+        tier.serve(path)
+        for page, before in tier.before.items():
+            assert page not in tier.row or before == NO_ROW or before in tier.row
+        assert len(tier.policy) == len(tier.row) <= 40
+    held = len(tier.page)
+    assert len(_drain(tier)) == held
+
+
+def test_all_pages_come_out_once() -> None:
+    tier = Tier(40)
+    for path in paths(9, 60):
+        tier.serve(path)
+    held = set(tier.page)
+    out = list(iter(tier.evict, NO_ROW))
+    assert set(out) == held
+    assert len(out) == len(held)
+
+
+def test_a_page_with_a_lease_stays_until_it_is_let_go() -> None:
+    tier = Tier(8)
+    tier.serve([1, 2, 3])
+    tier.serve([11, 12])
+    leased = tier.row[3]
+    tier.table.leases[leased] = 1
+    assert len(_drain(tier)) == 2
+    assert sorted(tier.row) == [1, 2, 3]
+    tier.table.leases[leased] = 0
+    assert not tier.table.queued[leased], "it waits for ready"
+    tier.policy.ready(leased)
+    assert len(_drain(tier)) == 3
+
+
+def test_what_is_refused_is_not_named_before_it_is_ready() -> None:
+    tier = Tier(8)
+    tier.serve([1])
+    row = tier.row[1]
+    assert tier.policy.evict(lambda _: False) == NO_ROW
+    assert tier.policy.evict(lambda _: True) == NO_ROW
+    tier.policy.ready(row)
+    assert tier.policy.evict(lambda _: True) == row
+
+
+def test_a_page_that_is_forgotten_is_not_named() -> None:
+    tier = Tier(8)
+    tier.serve([1, 2, 3])
+    row = tier.row[3]
+    tier.policy.forget(row)
+    tier.gone(row)
+    tier.policy.forget(row)
+    assert [len(tier.policy), len(_drain(tier))] == [2, 2]
+
+
+@pytest.mark.parametrize("has_bypass", [False, True])
+def test_state_is_bounded_under_a_scan(has_bypass: bool) -> None:
+    tier = Tier(100, has_bypass=has_bypass)
+    sizes = []
+    for n in range(6000):
+        tier.serve([n * 4 + k for k in range(1, 5)])
+        if n in (2000, 5999):
+            sizes.append(tier.policy.forecast.state.nbytes)
+    count = tier.policy.forecast.state.count
+    assert count[layout.KNOWN] <= KNOWN_PER_PAGE * 100
+    assert count[layout.NEXT] - count[layout.OLDEST] <= REQUESTS_MIN
+    assert sizes[0] == sizes[1]
+
+
+def test_requests_of_one_page_are_bounded_too() -> None:
+    tier = Tier(4)
+    for n in range(3 * REQUESTS_MIN):
+        tier.serve([n % 900 + 1])
+    count = tier.policy.forecast.state.count
+    assert count[layout.NEXT] == 3 * REQUESTS_MIN
+    assert count[layout.NEXT] - count[layout.OLDEST] <= REQUESTS_MIN
+    assert len(_drain(tier)) == 4
+
+
+@pytest.mark.parametrize("seed", [1, 5])
+def test_the_same_seed_decides_the_same(seed: int) -> None:
+    found = []
+    for _ in range(2):
+        tier = Tier(60, seed=seed)
+        found.append(([tier.serve(path) for path in paths(3, 400)], sorted(tier.row)))
+    assert found[0] == found[1]
+
+
+def test_what_was_exported_goes_on_as_what_it_was_exported_from() -> None:
+    tier = Tier(60)
+    some, more = paths(4, 600)[:300], paths(4, 600)[300:]
+    for path in some:
+        tier.serve(path)
+    forecast, saved = tier.policy.forecast, tier.policy.export()
+    other = Tier(60)
+    other.policy.restore(saved)
+    assert same(other.policy.export(), saved)
+    for number, path in enumerate(more):
+        words = np.array(path, np.uint64)
+        for each in (forecast, other.policy.forecast):
+            each.serve(1000.0 + number, words, pages=60)
+        count, twin = forecast.state.count, other.policy.forecast.state.count
+        assert count[layout.SHADOW_HIT] == twin[layout.SHADOW_HIT]
+    ours, theirs = forecast.state, other.policy.forecast.state
+    assert np.array_equal(ours.fine, theirs.fine)
+    assert ours.level.tolist() == theirs.level.tolist()
+
+
+def test_pages_found_at_a_start_are_put_where_they_were_known() -> None:
+    tier = Tier(60)
+    for path in paths(5, 100):
+        tier.serve(path)
+    held = sorted(tier.page.items(), key=lambda item: item[1])
+    saved = tier.policy.export()
+    fresh = Gittins(tier.table, Clock())
+    fresh.restore(saved)
+    tier.policy = fresh
+    for row, _ in held:
+        tier.table.queued[row] = 0
+        fresh.admit(row)
+    assert len(_drain(tier)) == len(held)
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    tier = Tier(4)
+    saved = tier.policy.export()
+    saved["fine"] = saved["fine"][:, :, :3]
+    with pytest.raises(ValueError, match="fine"):
+        tier.policy.restore(saved)
+
+
+def test_pages_that_no_request_names_are_evicted_tail_first() -> None:
+    tier = Tier(8)
+    for row, page in enumerate([1, 2, 3]):
+        tier.table.key_words_np[row, 0] = page
+        tier.row[page], tier.page[row], tier.before[page] = row, page, page - 1 or NO_ROW
+        tier.policy.admit(row)
+        if row:
+            tier.table.children[row - 1] = 1
+            tier.policy.keep(row - 1)
+    tier.policy.touch(np.array([0, 1, 2], np.int64))
+    assert _drain(tier) == [2, 1, 0]
+
+
+def test_names_make_policies() -> None:
+    for make in FORECASTING.values():
+        made = make(CopyTable(4), Clock())
+        assert made.evict(lambda _: True) == NO_ROW
+        assert made.takes(np.array([7], np.uint64)) == 1
+
+
+def _drain(tier: Tier) -> list[int]:
+    return list(iter(tier.evict, NO_ROW))
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return all(np.array_equal(a[name], b[name]) for name in b)
