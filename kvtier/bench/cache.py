@@ -39,8 +39,8 @@ class Cache:
     """Up to `slots` blocks of a tree given by the parent of each."""
 
     def __init__(self, parent: Ints, slots: int, policy: str) -> None:
-        """`policy`: a name of core's POLICIES or FORECASTING; KeyError for another. No slots: nothing
-        is kept."""
+        """`policy`: a name of core's POLICIES or FORECASTING; KeyError for another. No slots:
+        nothing is kept."""
         rows = max(1, min(slots, len(parent)))
         self.slots = min(slots, rows)
         self._table = CopyTable(rows)

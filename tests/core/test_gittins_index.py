@@ -56,7 +56,7 @@ def test_equal_chances_in_every_bin_are_worth_less_with_age() -> None:
     for begin in range(BINS):
         width = EDGES[begin + 1] - EDGES[begin]
         # The next bin is the best horizon, because all later ones are wider.
-        if EDGES[begin + 2 if begin + 2 <= BINS else BINS] - EDGES[begin + 1] >= width:
+        if EDGES[min(begin + 2, BINS)] - EDGES[begin + 1] >= width:
             assert hits_a_second(curve[begin]) == pytest.approx(0.3 / (width * 0.85), rel=1e-3)
 
 

@@ -37,9 +37,7 @@ def _home(word: np.uint64, mask: int) -> int:
 
 
 @compiled
-def find(
-    table: npt.NDArray[np.int32], words: npt.NDArray[np.uint64], word: np.uint64
-) -> int:
+def find(table: npt.NDArray[np.int32], words: npt.NDArray[np.uint64], word: np.uint64) -> int:
     """The block known by this word, or NONE. `table`, `words`: of a State."""
     mask = len(table) - 1
     at = _home(word, mask)
@@ -77,7 +75,7 @@ def insert(state: State, word: np.uint64, parent: int, owner: int) -> int:
 
 @compiled
 def forget_block(state: State, block: int) -> None:
-    """Its place in the table is closed by the entries after it (algorithm R of D. E. Knuth, "The Art of
+    """The entries after it close its place in the table (algorithm R of D. E. Knuth, "The Art of
     Computer Programming" 3, section 6.4)."""
     table, words, mask = state.table, state.word, len(state.table) - 1
     at = _home(words[block], mask)

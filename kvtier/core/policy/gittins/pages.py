@@ -131,7 +131,11 @@ def _link(state: State, pages: Pages, row: int, slot: int, place: int) -> None:
 
 @compiled
 def join(
-    state: State, pages: Pages, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int32], slot: int
+    state: State,
+    pages: Pages,
+    rows: npt.NDArray[np.int64],
+    places: npt.NDArray[np.int32],
+    slot: int,
 ) -> None:
     """The pages, at these positions of its path, are a request's from now on."""
     for i in range(len(rows)):
@@ -247,7 +251,9 @@ def pick(state: State, pages: Pages) -> int:
     if state.count[IS_LRU]:
         return _oldest(state, pages)
     pool, count = state.pool[1], state.count
-    newest = slot_of(state, count[NEXT] - 1)
+    slots, curves, times, listed = state.slot, state.curve, state.time, state.row_list
+    link, children, leases = pages.link, pages.children, pages.leases
+    now, newest = state.level[NOW], slot_of(state, count[NEXT] - 1)
     best, best_score = NONE, 1e300
     second, second_score = NONE, 1e300
     tried = -POOL
@@ -258,23 +264,24 @@ def pick(state: State, pages: Pages) -> int:
         elif n <= SAMPLES:
             if tried >= n:
                 break
-            slot = state.row_list[tried]
+            slot = listed[tried]
         else:
-            slot = state.row_list[random_below(state, n)]
+            slot = listed[random_below(count, n)]
         tried += 1
-        if slot == NONE or slot == newest or state.slot[slot, ROW_AT] == NONE:
+        if slot in (NONE, newest) or slots[slot, ROW_AT] == NONE:
             continue
-        if _is_kept(state, pages, slot):
-            if 0 < tried and n <= SAMPLES:
+        row = slots[slot, ROW_TAIL]
+        if children[row] or leases[row]:
+            _is_kept(state, pages, slot)
+            if tried > 0 and n <= SAMPLES:
                 tried -= 1  # another has come to its place
             continue
-        place = pages.link[state.slot[slot, ROW_TAIL], PLACE]
-        score = worth(state.slot, state.curve, state.level[NOW] - state.time[slot], slot, place)
+        score = worth(slots, curves, now - times[slot], slot, link[row, PLACE])
         if score < best_score:
             second, second_score = best, best_score
             best, best_score = slot, score
         elif slot != best and score < second_score:
             second, second_score = slot, score
     if second != NONE:
-        pool[random_below(state, POOL)] = second
+        pool[random_below(count, POOL)] = second
     return _any(state, pages) if best == NONE else best

@@ -89,9 +89,7 @@ def classify(state: State, slot: int, output: int, new: int, before: int) -> Non
     row[CLASSES + 1] = FEATURE_FIRST[2] + row[GAP]
     row[CLASSES + 2] = FEATURE_FIRST[3] + half + (0 if output < 0 else 1 + octave(output, 14))
     row[CLASSES + 3] = FEATURE_FIRST[4] + half + octave(new, 15)
-    row[CLASSES + 4] = (
-        FEATURE_FIRST[5] + (24 if is_first else 0) + half_octave(row[LENGTH], 23)
-    )
+    row[CLASSES + 4] = FEATURE_FIRST[5] + (24 if is_first else 0) + half_octave(row[LENGTH], 23)
     row[CLASSES + 5] = FEATURE_FIRST[6] + before
 
 

@@ -12,7 +12,6 @@ from kvtier.core.policy.gittins.known import find, forget_block, insert
 from kvtier.core.policy.gittins.layout import (
     GAP,
     KIDS,
-    KNOWN,
     LEAF,
     LENGTH,
     LRU_END,
@@ -44,8 +43,8 @@ from kvtier.core.policy.gittins.segments import (
     SESSION_OLD,
     SHARED,
     add_run,
-    clear_curves,
     classify,
+    clear_curves,
     gap_of,
     learn_use,
     pass_bins,

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.core.policy.gittins.jit import compiled
 from kvtier.core.policy.gittins.layout import (
     IS_LRU,
@@ -52,13 +55,13 @@ _GIVES_UP_AT: Final = -0.003
 
 
 @compiled
-def random_below(state: State, n: int) -> int:
-    """A xorshift generator of 63 bits."""
-    x = state.count[RANDOM]
+def random_below(count: npt.NDArray[np.int64], n: int) -> int:
+    """A xorshift generator of 63 bits. `count`: of a State."""
+    x = count[RANDOM]
     x ^= (x << 13) & 0x7FFFFFFFFFFFFFFF
     x ^= x >> 7
     x ^= (x << 17) & 0x7FFFFFFFFFFFFFFF
-    state.count[RANDOM] = x
+    count[RANDOM] = x
     return (x >> 16) % n
 
 
@@ -85,25 +88,14 @@ def list_out(state: State, slot: int) -> None:
 
 
 @compiled
-def _score(state: State, slot: int) -> float:
-    """What its tail is worth, or -1.0 when it has none that may go."""
-    slots = state.slot
-    if slots[slot, SHADOW_AT] == NONE:
-        return -1.0
-    if state.block[slots[slot, SHADOW_TAIL], KIDS]:
-        list_out(state, slot)  # until the last block after it has gone
-        return -1.0
-    age = state.level[NOW] - state.time[slot]
-    return worth(slots, state.curve, age, slot, slots[slot, SHADOW_END] - 1)
-
-
-@compiled
 def _worst(state: State) -> int:
     """The slot whose tail is worth least, of a sample; NONE when there is none.
 
     The list is looked through whole where it is short.
     """
     pool, count, listed = state.pool[0], state.count, state.shadow_list
+    slots, blocks, curves, times = state.slot, state.block, state.curve, state.time
+    now = state.level[NOW]
     best, best_score = NONE, 1e300
     second, second_score = NONE, 1e300
     tried = -POOL
@@ -116,45 +108,50 @@ def _worst(state: State) -> int:
                 break
             slot = listed[tried]
         else:
-            slot = listed[random_below(state, n)]
+            slot = listed[random_below(count, n)]
         tried += 1
-        if slot == NONE:
+        if slot == NONE or slots[slot, SHADOW_AT] == NONE:
             continue
-        score = _score(state, slot)
-        if score < 0.0:  # out of the list, so that it is met once
-            if tried <= 0:
-                pool[POOL + tried - 1] = NONE
-            elif n <= SAMPLES:
+        if blocks[slots[slot, SHADOW_TAIL], KIDS]:
+            list_out(state, slot)  # until the last block after it has gone
+            if tried > 0 and n <= SAMPLES:
                 tried -= 1  # another has come to its place
-        elif score < best_score:
+            continue
+        score = worth(slots, curves, now - times[slot], slot, slots[slot, SHADOW_END] - 1)
+        if score < best_score:
             second, second_score = best, best_score
             best, best_score = slot, score
         elif slot != best and score < second_score:
             second, second_score = slot, score
     if second != NONE:
-        pool[random_below(state, POOL)] = second
+        pool[random_below(count, POOL)] = second
     return best
 
 
 @compiled
-def leave(state: State, slot: int, count: int) -> None:
-    """The last `count` blocks of a request leave the learned shadow."""
-    row = state.slot[slot]
-    for _ in range(count):
-        block = row[SHADOW_TAIL]
-        before = state.block[block, PARENT]
-        row[SHADOW_TAIL] = before
-        row[SHADOW_END] -= 1
-        if before != NONE:
-            state.block[before, KIDS] -= 1
-            owner = state.block[before, OWNER]
-            if owner != slot and state.block[before, KIDS] == 0:
-                other = state.slot[owner]
-                if other[SHADOW_TAIL] == before and other[SHADOW_END] > other[START]:
-                    list_in(state, owner)
-    state.count[SHADOW_TOTAL] -= count
-    if row[SHADOW_END] <= row[START]:
+def leave(state: State, slot: int, most: int) -> None:
+    """The last blocks of a request leave the learned shadow: `most` of them, or as many as no block
+    there needs."""
+    slots, blocks = state.slot, state.block
+    tail, gone = slots[slot, SHADOW_TAIL], 0
+    before = tail
+    while gone < most and blocks[tail, KIDS] == 0:
+        gone += 1
+        before = blocks[tail, PARENT]
+        if before == NONE:
+            break
+        tail = before
+        blocks[tail, KIDS] -= 1
+    slots[slot, SHADOW_TAIL] = before
+    slots[slot, SHADOW_END] -= gone
+    state.count[SHADOW_TOTAL] -= gone
+    if slots[slot, SHADOW_END] <= slots[slot, START]:
         list_out(state, slot)
+    if before != NONE and blocks[before, KIDS] == 0:
+        owner = blocks[before, OWNER]
+        other = slots[owner]
+        if owner != slot and other[SHADOW_TAIL] == before and other[SHADOW_END] > other[START]:
+            list_in(state, owner)
 
 
 @compiled
@@ -167,12 +164,7 @@ def trim(state: State, blocks_max: int) -> None:
         row = state.slot[slot]
         run = run_at(state, slot, row[SHADOW_END] - 1)
         begin = row[START] if run == 0 else max(row[START], row[RUN_END + run - 1])
-        while (
-            row[SHADOW_END] > begin
-            and state.count[SHADOW_TOTAL] > blocks_max
-            and state.block[row[SHADOW_TAIL], KIDS] == 0
-        ):
-            leave(state, slot, 1)
+        leave(state, slot, min(row[SHADOW_END] - begin, state.count[SHADOW_TOTAL] - blocks_max))
 
 
 @compiled
