@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvtier.bench.trace import NO_BLOCK
 from kvtier.core.policy import POLICIES
+from kvtier.core.policy.base import Policy
 from kvtier.core.policy.forecasting import FORECASTING, Forecasting
 from kvtier.core.policy.lru import Clock, LruTailFirst
 from kvtier.core.table import NO_ROW, CopyTable
@@ -45,6 +46,7 @@ class Cache:
         self.slots = min(slots, rows)
         self._table = CopyTable(rows)
         self._hearing: Forecasting | None = None  # the policy, if it hears of requests
+        self._policy: Policy
         if policy in FORECASTING:
             self._policy = self._hearing = FORECASTING[policy](self._table, Clock())
         else:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("numba")
+from tests.core.gittins_support import buckets, index, layout
 
-from kvtier.core.policy.gittins.buckets import EDGES, age_place
-from kvtier.core.policy.gittins.index import fill_curve, read_curve
-from kvtier.core.policy.gittins.layout import BINS
+BINS, EDGES = layout.BINS, buckets.EDGES
+age_place, fill_curve, read_curve = buckets.age_place, index.fill_curve, index.read_curve
 
 
 def curve_of(chance: np.ndarray) -> np.ndarray:

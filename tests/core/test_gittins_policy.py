@@ -7,14 +7,22 @@ import random
 import numpy as np
 import pytest
 
-pytest.importorskip("numba")
-
 from kvtier.core.policy.forecasting import FORECASTING
-from kvtier.core.policy.gittins import layout
-from kvtier.core.policy.gittins.forecast import KNOWN_PER_PAGE, REQUESTS_MIN
-from kvtier.core.policy.gittins.policy import Gittins
 from kvtier.core.policy.lru import Clock
 from kvtier.core.table import NO_ROW, CopyTable
+from tests.core.gittins_support import forecast as forecasts
+from tests.core.gittins_support import layout, policy
+
+Gittins = policy.Gittins
+# Kernels that are not compiled multiply words as numpy's scalars, which warn.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+
+
+@pytest.fixture
+def requests_max(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a small tier, where the kernels are not compiled."""
+    monkeypatch.setattr(forecasts, "REQUESTS_MIN", 512)
+    return 512
 
 
 class Tier:
@@ -95,7 +103,7 @@ def paths(seed: int, requests: int) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_never_a_page_that_another_one_needs(seed: int, has_bypass: bool) -> None:
     tier = Tier(40, seed=seed, has_bypass=has_bypass)
-    for path in paths(seed, 400):
+    for path in paths(seed, 150):
         tier.serve(path)
         for page, before in tier.before.items():
             assert page not in tier.row or before == NO_ROW or before in tier.row
@@ -149,26 +157,26 @@ def test_a_page_that_is_forgotten_is_not_named() -> None:
 
 
 @pytest.mark.parametrize("has_bypass", [False, True])
-def test_state_is_bounded_under_a_scan(has_bypass: bool) -> None:
+def test_state_is_bounded_under_a_scan(has_bypass: bool, requests_max: int) -> None:
     tier = Tier(100, has_bypass=has_bypass)
     sizes = []
-    for n in range(6000):
+    for n in range(700):
         tier.serve([n * 4 + k for k in range(1, 5)])
-        if n in (2000, 5999):
-            sizes.append(tier.policy.forecast.state.nbytes)
-    count = tier.policy.forecast.state.count
-    assert count[layout.KNOWN] <= KNOWN_PER_PAGE * 100
-    assert count[layout.NEXT] - count[layout.OLDEST] <= REQUESTS_MIN
+        if n in (450, 699):
+            sizes.append(tier.policy.forecast.arrays.nbytes)
+    count = tier.policy.forecast.arrays.counts
+    assert count[layout.KNOWN] <= forecasts.KNOWN_PER_PAGE * 100
+    assert count[layout.NEXT] - count[layout.OLDEST] <= requests_max
     assert sizes[0] == sizes[1]
 
 
-def test_requests_of_one_page_are_bounded_too() -> None:
+def test_requests_of_one_page_are_bounded_too(requests_max: int) -> None:
     tier = Tier(4)
-    for n in range(3 * REQUESTS_MIN):
-        tier.serve([n % 900 + 1])
-    count = tier.policy.forecast.state.count
-    assert count[layout.NEXT] == 3 * REQUESTS_MIN
-    assert count[layout.NEXT] - count[layout.OLDEST] <= REQUESTS_MIN
+    for n in range(requests_max + 90):
+        tier.serve([n % 90 + 1])
+    count = tier.policy.forecast.arrays.counts
+    assert count[layout.NEXT] == requests_max + 90
+    assert count[layout.NEXT] - count[layout.OLDEST] <= requests_max
     assert len(_drain(tier)) == 4
 
 
@@ -177,13 +185,13 @@ def test_the_same_seed_decides_the_same(seed: int) -> None:
     found = []
     for _ in range(2):
         tier = Tier(60, seed=seed)
-        found.append(([tier.serve(path) for path in paths(3, 400)], sorted(tier.row)))
+        found.append(([tier.serve(path) for path in paths(3, 150)], sorted(tier.row)))
     assert found[0] == found[1]
 
 
 def test_what_was_exported_goes_on_as_what_it_was_exported_from() -> None:
     tier = Tier(60)
-    some, more = paths(4, 600)[:300], paths(4, 600)[300:]
+    some, more = paths(4, 200)[:120], paths(4, 200)[120:]
     for path in some:
         tier.serve(path)
     forecast, saved = tier.policy.forecast, tier.policy.export()
@@ -194,9 +202,9 @@ def test_what_was_exported_goes_on_as_what_it_was_exported_from() -> None:
         words = np.array(path, np.uint64)
         for each in (forecast, other.policy.forecast):
             each.serve(1000.0 + number, words, pages=60)
-        count, twin = forecast.state.count, other.policy.forecast.state.count
+        count, twin = forecast.arrays.counts, other.policy.forecast.arrays.counts
         assert count[layout.SHADOW_HIT] == twin[layout.SHADOW_HIT]
-    ours, theirs = forecast.state, other.policy.forecast.state
+    ours, theirs = forecast.arrays, other.policy.forecast.arrays
     assert np.array_equal(ours.fine, theirs.fine)
     assert ours.level.tolist() == theirs.level.tolist()
 

@@ -30,7 +30,7 @@ _BLOCKS_MIN: Final = 1024
 class Forecast:
     def __init__(self, seed: int = 1, *, has_bypass: bool = False) -> None:
         """`has_bypass`: the request just served may be what gives way."""
-        self.state = make_state(seed)
+        self.arrays = make_state(seed)
         self.has_bypass = has_bypass
         #: Of the pages of the tier: slot of the request that used each last, 0 or less for none.
         self.owners: npt.NDArray[np.int32] = np.empty(0, np.int32)
@@ -47,7 +47,7 @@ class Forecast:
         """A request; the slot that it has got. `pages`: that the tier has room for."""
         self._make_room(len(words), pages)
         slot = serve.serve(
-            self.state,
+            self.arrays,
             now,
             words,
             len(words) if whole is None else whole,
@@ -55,18 +55,18 @@ class Forecast:
             pages,
             self.has_bypass,
         )
-        count = self.state.count
+        count = self.arrays.counts
         known_max = max(_BLOCKS_MIN, KNOWN_PER_PAGE * pages)
         while count[layout.KNOWN] > known_max and count[layout.OLDEST] < count[layout.NEXT] - 1:
             self._forget_oldest()
         return slot
 
     def _forget_oldest(self) -> None:
-        serve.forget_oldest(self.state)
+        serve.forget_oldest(self.arrays)
 
     def _make_room(self, blocks: int, pages: int) -> None:
-        state = self.state
-        count = state.count
+        state = self.arrays
+        count = state.counts
         slots = len(state.time) - 1
         if count[layout.NEXT] - count[layout.OLDEST] >= slots:
             if slots < max(REQUESTS_MIN, pages):
@@ -80,4 +80,4 @@ class Forecast:
             segments.sweep_curves(state)
             if count[layout.CURVES_USED] > len(state.curve) // 2:
                 state = more_curves(state)
-        self.state = state
+        self.arrays = state

@@ -33,7 +33,7 @@ _SHIFT: Final = np.uint64(32)
 def _home(word: np.uint64, mask: int) -> int:
     mixed = word * _MIX
     mixed ^= mixed >> _SHIFT
-    return np.int64(mixed & np.uint64(mask))
+    return int(mixed & np.uint64(mask))
 
 
 @compiled
@@ -46,7 +46,8 @@ def find(table: npt.NDArray[np.int32], words: npt.NDArray[np.uint64], word: np.u
         if entry == 0:
             return NONE
         if words[entry - 1] == word:
-            return entry - 1
+            found: int = entry - 1
+            return found
         at = (at + 1) & mask
 
 
@@ -62,9 +63,9 @@ def _place(state: State, block: int) -> None:
 @compiled
 def insert(state: State, word: np.uint64, parent: int, owner: int) -> int:
     """A block that is not known yet; there must be room for it."""
-    block = state.count[BLOCK_FREE]
-    state.count[BLOCK_FREE] = state.block[block, BLOCK_NEXT]
-    state.count[KNOWN] += 1
+    block: int = state.counts[BLOCK_FREE]
+    state.counts[BLOCK_FREE] = state.block[block, BLOCK_NEXT]
+    state.counts[KNOWN] += 1
     state.word[block] = word
     state.block[block, PARENT] = parent
     state.block[block, OWNER] = owner
@@ -93,9 +94,9 @@ def forget_block(state: State, block: int) -> None:
             hole = at
     table[hole] = 0
     state.block[block, OWNER] = NONE
-    state.block[block, BLOCK_NEXT] = state.count[BLOCK_FREE]
-    state.count[BLOCK_FREE] = block
-    state.count[KNOWN] -= 1
+    state.block[block, BLOCK_NEXT] = state.counts[BLOCK_FREE]
+    state.counts[BLOCK_FREE] = block
+    state.counts[KNOWN] -= 1
 
 
 @compiled

@@ -51,7 +51,7 @@ KIDS: Final = 2  # blocks after it in the learned shadow
 BLOCK_NEXT: Final = 3
 BLOCK_COLUMNS: Final = 4
 
-# Places of `count`, int64.
+# Places of `counts`, int64.
 OLDEST: Final = 0  # number of the oldest request that is remembered
 NEXT: Final = 1  # number of the request to come
 KNOWN: Final = 2  # blocks remembered
@@ -105,7 +105,7 @@ class State(NamedTuple):
     shadow_list: npt.NDArray[np.int32]  # (slots,): slots to sample from
     row_list: npt.NDArray[np.int32]  # (slots,): the same of the tier
     pool: npt.NDArray[np.int32]  # (2, POOL): slots that were among the worst lately
-    count: npt.NDArray[np.int64]  # (COUNTS,)
+    counts: npt.NDArray[np.int64]  # (COUNTS,)
     level: npt.NDArray[np.float64]  # (LEVELS,)
 
     @property
@@ -136,7 +136,7 @@ def make_state(seed: int) -> State:
         shadow_list=np.zeros(slots, np.int32),
         row_list=np.zeros(slots, np.int32),
         pool=np.full((2, POOL), NONE, np.int32),
-        count=count,
+        counts=count,
         level=np.array([0.0, 0.0, 0.0, 0.0]),
     )
 
@@ -165,8 +165,8 @@ def more_blocks(state: State) -> State:
     """Room for twice as many blocks; `rehash` has to fill the table."""
     had = len(state.word)
     block = np.concatenate([state.block, _chained(had, had)])
-    block[-1, BLOCK_NEXT] = state.count[BLOCK_FREE]
-    state.count[BLOCK_FREE] = had
+    block[-1, BLOCK_NEXT] = state.counts[BLOCK_FREE]
+    state.counts[BLOCK_FREE] = had
     return state._replace(
         block=block,
         word=np.concatenate([state.word, np.zeros(had, np.uint64)]),
@@ -177,8 +177,8 @@ def more_blocks(state: State) -> State:
 def more_curves(state: State) -> State:
     had = len(state.curve)
     links = _chain(had, had)
-    links[-1] = state.count[CURVE_FREE]
-    state.count[CURVE_FREE] = had
+    links[-1] = state.counts[CURVE_FREE]
+    state.counts[CURVE_FREE] = had
     return state._replace(
         curve=np.concatenate([state.curve, np.zeros_like(state.curve)]),
         curve_next=np.concatenate([state.curve_next, links]),
@@ -188,7 +188,7 @@ def more_curves(state: State) -> State:
 def more_slots(state: State, owners: npt.NDArray[np.int32]) -> State:
     """Twice as many requests. `owners`, of the pages of the tier, is changed in place."""
     had = len(state.time) - 1
-    numbers = np.arange(state.count[OLDEST], state.count[NEXT])
+    numbers = np.arange(state.counts[OLDEST], state.counts[NEXT])
     old, new = 1 + numbers % had, 1 + numbers % (2 * had)
     moved = np.zeros(had + 1, np.int32)
     moved[old] = new

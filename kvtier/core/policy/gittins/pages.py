@@ -64,21 +64,21 @@ def leave_list(state: State, slot: int) -> None:
     """The tail of this request is not sampled any more."""
     at = state.slot[slot, ROW_AT]
     if at != NONE:
-        n = state.count[ROW_LIVE] - 1
+        n = state.counts[ROW_LIVE] - 1
         last = state.row_list[n]
         state.row_list[at] = last
         state.slot[last, ROW_AT] = at
         state.slot[slot, ROW_AT] = NONE
-        state.count[ROW_LIVE] = n
+        state.counts[ROW_LIVE] = n
 
 
 @compiled
 def _come_to_list(state: State, slot: int) -> None:
     if state.slot[slot, ROW_AT] == NONE:
-        n = state.count[ROW_LIVE]
+        n = state.counts[ROW_LIVE]
         state.row_list[n] = slot
         state.slot[slot, ROW_AT] = n
-        state.count[ROW_LIVE] = n + 1
+        state.counts[ROW_LIVE] = n + 1
 
 
 @compiled
@@ -169,7 +169,8 @@ def locate(
 def position_of(state: State, block: int) -> int:
     """The position of a known block in the path of the request that used it last."""
     slot = state.block[block, OWNER]
-    place, at = state.slot[slot, LENGTH] - 1, state.slot[slot, LEAF]
+    place: int = state.slot[slot, LENGTH] - 1
+    at = state.slot[slot, LEAF]
     while at != block:
         at = state.block[at, PARENT]
         place -= 1
@@ -179,7 +180,7 @@ def position_of(state: State, block: int) -> int:
 @compiled
 def orphan(state: State, pages: Pages) -> None:
     """The pages of the oldest request outlive what is known of it: they go before all others."""
-    slot = slot_of(state, state.count[OLDEST])
+    slot = slot_of(state, state.counts[OLDEST])
     while state.slot[slot, ROW_COUNT]:
         row = state.slot[slot, ROW_TAIL]
         unlink(state, pages, row)
@@ -202,13 +203,13 @@ def _is_kept(state: State, pages: Pages, slot: int) -> bool:
 @compiled
 def _oldest(state: State, pages: Pages) -> int:
     """The slot of the request longest ago whose tail may go."""
-    number, is_first = max(state.count[ROW_OLDEST], state.count[OLDEST]), True
-    while number < state.count[NEXT]:
+    number, is_first = max(state.counts[ROW_OLDEST], state.counts[OLDEST]), True
+    while number < state.counts[NEXT]:
         slot = slot_of(state, number)
         row = state.slot[slot]
         if row[ROW_COUNT] == 0:
             if is_first:
-                state.count[ROW_OLDEST] = number + 1
+                state.counts[ROW_OLDEST] = number + 1
         else:
             is_first = False
             if row[ROW_AT] != NONE and not _is_kept(state, pages, slot):
@@ -221,16 +222,17 @@ def _oldest(state: State, pages: Pages) -> int:
 def oldest_row(state: State, pages: Pages) -> int:
     """The tail of the request longest ago, or NONE."""
     slot = _oldest(state, pages)
-    return NONE if slot == NONE else state.slot[slot, ROW_TAIL]
+    row: int = NONE if slot == NONE else state.slot[slot, ROW_TAIL]
+    return row
 
 
 @compiled
 def _any(state: State, pages: Pages) -> int:
     """A slot whose tail may go, or NONE; the newest only if there is no other."""
-    newest = slot_of(state, state.count[NEXT] - 1)
+    newest = slot_of(state, state.counts[NEXT] - 1)
     at = 0
-    while at < state.count[ROW_LIVE]:
-        slot = state.row_list[at]
+    while at < state.counts[ROW_LIVE]:
+        slot: int = state.row_list[at]
         if slot == newest:
             at += 1
         elif not _is_kept(state, pages, slot):
@@ -248,9 +250,9 @@ def pick(state: State, pages: Pages) -> int:
     """
     if state.slot[ORPHANS, ROW_AT] != NONE and not _is_kept(state, pages, ORPHANS):
         return ORPHANS
-    if state.count[IS_LRU]:
+    if state.counts[IS_LRU]:
         return _oldest(state, pages)
-    pool, count = state.pool[1], state.count
+    pool, count = state.pool[1], state.counts
     slots, curves, times, listed = state.slot, state.curve, state.time, state.row_list
     link, children, leases = pages.link, pages.children, pages.leases
     now, newest = state.level[NOW], slot_of(state, count[NEXT] - 1)

@@ -78,8 +78,8 @@ class Gittins:
 
     def takes(self, words: Words) -> int:
         """How many of these pages, which are to be admitted, are worth it: leading ones."""
-        state = self.forecast.state
-        if not self.forecast.has_bypass or state.count[layout.IS_LRU] or not len(words):
+        state = self.forecast.arrays
+        if not self.forecast.has_bypass or state.counts[layout.IS_LRU] or not len(words):
             return len(words)
         places = np.empty(len(words), np.int32)
         if pages.locate(self._path, words, places) < len(words):
@@ -139,7 +139,7 @@ class Gittins:
     def ready(self, row: int) -> None:
         """See Policy."""
         if self._link[row * pages.LINKS + pages.SLOT]:
-            pages.relist(self.forecast.state, self._pages, row)
+            pages.relist(self.forecast.arrays, self._pages, row)
 
     def forget(self, row: int) -> None:
         """See Policy."""
@@ -155,11 +155,11 @@ class Gittins:
         while True:
             slot = self._victim
             if slot == NONE:
-                slot = self._victim = pages.pick(self.forecast.state, self._pages)
+                slot = self._victim = pages.pick(self.forecast.arrays, self._pages)
                 if slot == NONE:
                     return NO_ROW
                 self._floor = self._run_begin(slot)
-            row = int(self.forecast.state.slot[slot, layout.ROW_TAIL])
+            row = int(self.forecast.arrays.slot[slot, layout.ROW_TAIL])
             at = row * pages.LINKS
             if row == NONE or link[at + pages.PLACE] < self._floor or children[row] or leases[row]:
                 self._victim = NONE
@@ -169,22 +169,22 @@ class Gittins:
             else:
                 self._victim = NONE
                 self._table.queued[row] = 0
-                pages.leave_list(self.forecast.state, slot)
+                pages.leave_list(self.forecast.arrays, slot)
 
     def coldest(self) -> int:
         """See Policy."""
-        row = pages.oldest_row(self.forecast.state, self._pages)
+        row = pages.oldest_row(self.forecast.arrays, self._pages)
         return NEVER if row == NONE else self._table.stamp[row]
 
     # -- state ---------------------------------------------------------------------------------
 
     def export(self) -> dict[str, npt.NDArray[Any]]:
         """Everything that it has learned, as arrays by name; pages are not in it."""
-        found = {name: array.copy() for name, array in self.forecast.state._asdict().items()}
+        found = {name: array.copy() for name, array in self.forecast.arrays._asdict().items()}
         slot = found["slot"]
         slot[:, [layout.ROW_TAIL, layout.ROW_AT]] = NONE
         slot[:, layout.ROW_COUNT] = 0
-        found["count"][[layout.ROW_LIVE, layout.ROW_OLDEST]] = 0
+        found["counts"][[layout.ROW_LIVE, layout.ROW_OLDEST]] = 0
         found["pool"][1] = NONE
         return found
 
@@ -192,25 +192,27 @@ class Gittins:
         """Takes up what `export` gave, before any page is admitted. Raises ValueError for arrays
         that are not of this version's shape."""
         made = layout.State(**{name: saved[name].copy() for name in layout.State._fields})
-        expected = self.forecast.state
-        for name, array, own in zip(layout.State._fields, made, expected, strict=True):
+        expected = self.forecast.arrays
+        for name in layout.State._fields:
+            array: npt.NDArray[Any] = getattr(made, name)
+            own: npt.NDArray[Any] = getattr(expected, name)
             if array.dtype != own.dtype or array.shape[1:] != own.shape[1:]:
                 raise ValueError(f"{name} has another shape in this version")
         if made.slot.shape[1] != SLOT_COLUMNS or self._members:
             raise ValueError("a state is taken up by a policy without pages")
-        self.forecast.state = made
+        self.forecast.arrays = made
 
     # -- inner ---------------------------------------------------------------------------------
 
     def _join(self, rows: Rows, places: npt.NDArray[np.int32]) -> None:
-        pages.join(self.forecast.state, self._pages, rows, places, self._path_slot)
+        pages.join(self.forecast.arrays, self._pages, rows, places, self._path_slot)
 
     def _request_unnamed(self, words: Words) -> None:
-        self.request(float(self.forecast.state.level[layout.NOW]) + _TICK, words)
+        self.request(float(self.forecast.arrays.level[layout.NOW]) + _TICK, words)
 
     def _admit_known(self, row: int, word: int) -> None:
         """A page that no request has named."""
-        state = self.forecast.state
+        state = self.forecast.arrays
         rows = np.array([row], np.int64)
         block = find(state.table, state.word, np.uint64(word))
         if block == NONE:
@@ -221,18 +223,18 @@ class Gittins:
         place = np.array([pages.position_of(state, block)], np.int32)
         segments.price(state, slot)
         pages.join(state, self._pages, rows, place, slot)
-        state.count[layout.ROW_OLDEST] = state.count[layout.OLDEST]
+        state.counts[layout.ROW_OLDEST] = state.counts[layout.OLDEST]
 
     def _leave(self, row: int) -> None:
-        pages.unlink(self.forecast.state, self._pages, row)
+        pages.unlink(self.forecast.arrays, self._pages, row)
         self._table.queued[row] = 0
         self._members -= 1
 
     def _run_begin(self, slot: int) -> int:
         """Where the run of the tail of this request begins: the pages from there on are worth the
         same."""
-        state = self.forecast.state
-        if slot == ORPHANS or state.count[layout.IS_LRU]:
+        state = self.forecast.arrays
+        if slot == ORPHANS or state.counts[layout.IS_LRU]:
             return -(1 << 31)
         row = state.slot[slot]
         place = self._link[int(row[layout.ROW_TAIL]) * pages.LINKS + pages.PLACE]
@@ -254,5 +256,5 @@ class _Forecast(Forecast):
         self.owners = tier.link[:, pages.SLOT]
 
     def _forget_oldest(self) -> None:
-        pages.orphan(self.state, self._tier)
-        serve.forget_oldest(self.state)
+        pages.orphan(self.arrays, self._tier)
+        serve.forget_oldest(self.arrays)

@@ -134,11 +134,11 @@ def price(state: State, slot: int) -> None:
             continue
         curve = row[RUN_CURVE + run]
         if curve == NONE:
-            curve = state.count[CURVE_FREE]
+            curve = state.counts[CURVE_FREE]
             if curve == NONE:
                 continue
-            state.count[CURVE_FREE] = state.curve_next[curve]
-            state.count[CURVES_USED] += 1
+            state.counts[CURVE_FREE] = state.curve_next[curve]
+            state.counts[CURVES_USED] += 1
             row[RUN_CURVE + run] = curve
         chances(state.slot, state.fine, state.coarse, slot, run, chance)
         fill_curve(chance, state.curve[curve])
@@ -150,16 +150,16 @@ def clear_curves(state: State, slot: int) -> None:
     for run in range(RUNS_MAX):
         curve = row[RUN_CURVE + run]
         if curve != NONE:
-            state.curve_next[curve] = state.count[CURVE_FREE]
-            state.count[CURVE_FREE] = curve
-            state.count[CURVES_USED] -= 1
+            state.curve_next[curve] = state.counts[CURVE_FREE]
+            state.counts[CURVE_FREE] = curve
+            state.counts[CURVES_USED] -= 1
             row[RUN_CURVE + run] = NONE
 
 
 @compiled
 def sweep_curves(state: State) -> None:
     """Takes the curves of requests of which nothing is cached, in the tier or in the shadow."""
-    for number in range(state.count[OLDEST], state.count[NEXT]):
+    for number in range(state.counts[OLDEST], state.counts[NEXT]):
         slot = slot_of(state, number)
         row = state.slot[slot]
         if row[ROW_COUNT] == 0 and row[SHADOW_END] <= row[START]:
@@ -180,13 +180,16 @@ def worth(
     run, last = 0, slots[slot, RUNS] - 1
     while run < last and slots[slot, RUN_END + run] <= position:
         run += 1
-    curve = slots[slot, RUN_CURVE + run]
-    return 0.0 if curve == NONE else read_curve(curves[curve], age_place(age))
+    curve: int = slots[slot, RUN_CURVE + run]
+    if curve == NONE:
+        return 0.0
+    return read_curve(curves[curve], age_place(age))
 
 
 @compiled
 def _weight(blocks: int, path_mean: float) -> float:
-    return (blocks / max(1.0, path_mean)) ** 0.25
+    weight: float = (blocks / max(1.0, path_mean)) ** 0.25
+    return weight
 
 
 @compiled
@@ -205,7 +208,7 @@ def learn_use(state: State, slot: int, begin: int, end: int) -> None:
 @compiled
 def pass_bins(state: State) -> None:
     """What has outlived a bin of age since the last request teaches that. NOW must be written."""
-    now, following, oldest = state.level[NOW], state.count[NEXT], state.count[OLDEST]
+    now, following, oldest = state.level[NOW], state.counts[NEXT], state.counts[OLDEST]
     slots, fine, coarse, mean = state.slot, state.fine, state.coarse, state.level[PATH_MEAN]
     times, passed = state.time, state.passed
     for at in range(BINS):

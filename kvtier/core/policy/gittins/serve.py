@@ -65,13 +65,13 @@ _MEAN_OVER: Final = 1000.0  # requests
 def forget_oldest(state: State) -> None:
     """Forgets the oldest request and the blocks that it used last. Its pages in the tier, if any,
     must have been moved to ORPHANS."""
-    slot = slot_of(state, state.count[OLDEST])
+    slot = slot_of(state, state.counts[OLDEST])
     row = state.slot[slot]
     in_shadow = row[SHADOW_END] - row[START]
     if in_shadow > 0:
         leave(state, slot, in_shadow)
     if row[LRU_END] > row[START]:
-        state.count[LRU_TOTAL] -= row[LRU_END] - row[START]
+        state.counts[LRU_TOTAL] -= row[LRU_END] - row[START]
     list_out(state, slot)
     clear_curves(state, slot)
     block = row[LEAF]
@@ -79,7 +79,7 @@ def forget_oldest(state: State) -> None:
         before = state.block[block, PARENT]
         forget_block(state, block)
         block = before
-    state.count[OLDEST] += 1
+    state.counts[OLDEST] += 1
 
 
 @compiled
@@ -145,7 +145,7 @@ def _take_over(
         else:
             add_run(state, slot, end, SESSION_OLD, 0)
         at = end
-    state.count[SHADOW_HIT], state.count[LRU_HIT] = shadow_hit, lru_hit
+    state.counts[SHADOW_HIT], state.counts[LRU_HIT] = shadow_hit, lru_hit
 
 
 @compiled
@@ -164,7 +164,7 @@ def serve(
     be room for the request, its blocks and RUNS_MAX curves.
     """
     n = len(words)
-    level, count = state.level, state.count
+    level, count = state.level, state.counts
     level[NOW] = max(level[NOW], now)
     level[PATH_MEAN] += (n - level[PATH_MEAN]) / min(_MEAN_OVER, count[NEXT] + 1.0)
     pass_bins(state)
@@ -201,7 +201,7 @@ def _admit(
     state: State, slot: int, ids: npt.NDArray[np.int32], pages: int, has_bypass: bool
 ) -> None:
     """The whole path comes into both shadows, as far as there is room."""
-    row, count, n = state.slot[slot], state.count, len(ids)
+    row, count, n = state.slot[slot], state.counts, len(ids)
     hit = count[SHADOW_HIT]
     count[LRU_TOTAL] += n - count[LRU_HIT]
     row[LRU_END] = n

@@ -56,8 +56,8 @@ _GIVES_UP_AT: Final = -0.003
 
 @compiled
 def random_below(count: npt.NDArray[np.int64], n: int) -> int:
-    """A xorshift generator of 63 bits. `count`: of a State."""
-    x = count[RANDOM]
+    """A xorshift generator of 63 bits. `count`: the counts of a State."""
+    x: int = count[RANDOM]
     x ^= (x << 13) & 0x7FFFFFFFFFFFFFFF
     x ^= x >> 7
     x ^= (x << 17) & 0x7FFFFFFFFFFFFFFF
@@ -69,22 +69,22 @@ def random_below(count: npt.NDArray[np.int64], n: int) -> int:
 def list_in(state: State, slot: int) -> None:
     """The tail of this request may be sampled."""
     if state.slot[slot, SHADOW_AT] == NONE:
-        n = state.count[SHADOW_LIVE]
+        n = state.counts[SHADOW_LIVE]
         state.shadow_list[n] = slot
         state.slot[slot, SHADOW_AT] = n
-        state.count[SHADOW_LIVE] = n + 1
+        state.counts[SHADOW_LIVE] = n + 1
 
 
 @compiled
 def list_out(state: State, slot: int) -> None:
     at = state.slot[slot, SHADOW_AT]
     if at != NONE:
-        n = state.count[SHADOW_LIVE] - 1
+        n = state.counts[SHADOW_LIVE] - 1
         last = state.shadow_list[n]
         state.shadow_list[at] = last
         state.slot[last, SHADOW_AT] = at
         state.slot[slot, SHADOW_AT] = NONE
-        state.count[SHADOW_LIVE] = n
+        state.counts[SHADOW_LIVE] = n
 
 
 @compiled
@@ -93,7 +93,7 @@ def _worst(state: State) -> int:
 
     The list is looked through whole where it is short.
     """
-    pool, count, listed = state.pool[0], state.count, state.shadow_list
+    pool, count, listed = state.pool[0], state.counts, state.shadow_list
     slots, blocks, curves, times = state.slot, state.block, state.curve, state.time
     now = state.level[NOW]
     best, best_score = NONE, 1e300
@@ -144,7 +144,7 @@ def leave(state: State, slot: int, most: int) -> None:
         blocks[tail, KIDS] -= 1
     slots[slot, SHADOW_TAIL] = before
     slots[slot, SHADOW_END] -= gone
-    state.count[SHADOW_TOTAL] -= gone
+    state.counts[SHADOW_TOTAL] -= gone
     if slots[slot, SHADOW_END] <= slots[slot, START]:
         list_out(state, slot)
     if before != NONE and blocks[before, KIDS] == 0:
@@ -157,39 +157,39 @@ def leave(state: State, slot: int, most: int) -> None:
 @compiled
 def trim(state: State, blocks_max: int) -> None:
     """Evicts from the learned shadow until so many blocks are left."""
-    while state.count[SHADOW_TOTAL] > blocks_max:
+    while state.counts[SHADOW_TOTAL] > blocks_max:
         slot = _worst(state)
         if slot == NONE:
             return
         row = state.slot[slot]
         run = run_at(state, slot, row[SHADOW_END] - 1)
         begin = row[START] if run == 0 else max(row[START], row[RUN_END + run - 1])
-        leave(state, slot, min(row[SHADOW_END] - begin, state.count[SHADOW_TOTAL] - blocks_max))
+        leave(state, slot, min(row[SHADOW_END] - begin, state.counts[SHADOW_TOTAL] - blocks_max))
 
 
 @compiled
 def trim_lru(state: State, blocks_max: int) -> None:
     """Evicts from the LRU shadow: the tail of the oldest request that has any block there."""
-    number = max(state.count[LRU_OLDEST], state.count[OLDEST])
-    while state.count[LRU_TOTAL] > blocks_max and number < state.count[NEXT]:
+    number = max(state.counts[LRU_OLDEST], state.counts[OLDEST])
+    while state.counts[LRU_TOTAL] > blocks_max and number < state.counts[NEXT]:
         row = state.slot[slot_of(state, number)]
         has = row[LRU_END] - row[START]
         if has > 0:
-            cut = min(has, state.count[LRU_TOTAL] - blocks_max)
+            cut = min(has, state.counts[LRU_TOTAL] - blocks_max)
             row[LRU_END] -= cut
-            state.count[LRU_TOTAL] -= cut
+            state.counts[LRU_TOTAL] -= cut
         else:
             number += 1
-    state.count[LRU_OLDEST] = number
+    state.counts[LRU_OLDEST] = number
 
 
 @compiled
 def compare(state: State, blocks: int) -> None:
     """After a request of so many blocks: who is in charge of the tier from now on."""
-    lead = state.level[2] * _DECAY + state.count[SHADOW_HIT] - state.count[LRU_HIT]
+    lead = state.level[2] * _DECAY + state.counts[SHADOW_HIT] - state.counts[LRU_HIT]
     weight = state.level[3] * _DECAY + blocks
     state.level[LEAD], state.level[WEIGHT] = lead, weight
-    is_lru = state.count[IS_LRU]
+    is_lru = state.counts[IS_LRU]
     if (not is_lru and lead < _GIVES_UP_AT * weight) or (is_lru and lead > 0.0):
-        state.count[IS_LRU] = 1 - is_lru
-        state.count[SWITCHES] += 1
+        state.counts[IS_LRU] = 1 - is_lru
+        state.counts[SWITCHES] += 1
