@@ -11,14 +11,13 @@ import sys
 
 import pytest
 
+from benchmarks.hard_traces import HARD
+
 pytest.importorskip("numba", reason="numba is not installed")
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        not os.environ.get("KVTIER_TRACES"), reason="KVTIER_TRACES names no folder of traces"
-    ),
-]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
+needs_traces = pytest.mark.skipif(
+    not os.environ.get("KVTIER_TRACES"), reason="KVTIER_TRACES names no folder of traces"
+)
 CONVERSATION, SYNTHETIC = "mooncake_conversation.jsonl.gz", "mooncake_synthetic.jsonl.gz"
 AGENT, RAG = "claude_code_v6.jsonl.gz", "ragpulse_0_trace.jsonl.gz"
 
@@ -35,6 +34,7 @@ def measured(trace: str, sizes: str, *options: str) -> dict[tuple[str, str], flo
     return {(row[0], row[1]): float(row[2]) for row in rows}
 
 
+@needs_traces
 @pytest.mark.parametrize(
     ("trace", "size", "policy", "percent"),
     [
@@ -52,6 +52,7 @@ def test_beats_lru_where_memory_is_short(
     assert measured(trace, size, "--policies", policy)[size, policy] >= percent
 
 
+@needs_traces
 @pytest.mark.parametrize(
     ("trace", "sizes", "options"),
     [
@@ -65,6 +66,17 @@ def test_beats_lru_where_memory_is_short(
 )
 def test_is_never_far_below_lru(trace: str, sizes: str, options: tuple[str, ...]) -> None:
     found = measured(trace, sizes, "--policies", "lru,gittins,gittins-bypass", *options)
+    for (size, policy), percent in found.items():
+        if policy != "optimum":
+            assert percent >= found[size, "lru"] - 0.5, (size, policy)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", HARD)
+def test_is_never_far_below_lru_where_it_is_misled(name: str, seed: int) -> None:
+    options = ("--policies", "lru,gittins,gittins-bypass", "--seed", str(seed))
+    found = measured(f"made:{name}", "0.3Mtok,0.7Mtok", *options)
+    assert len(found) == 8
     for (size, policy), percent in found.items():
         if policy != "optimum":
             assert percent >= found[size, "lru"] - 0.5, (size, policy)
