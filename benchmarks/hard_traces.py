@@ -1,5 +1,5 @@
-"""Traces made to mislead an eviction policy, each from a seed: what LRU is best at, what it is worst
-at, and what changes while it is being learned.
+"""Traces made to mislead an eviction policy, each from a seed: what LRU is best at, what it is
+worst at, and what changes while it is being learned.
 
     loop       more conversations in turn than fit
     scan       as many paths that never come back as ones that do
