@@ -249,6 +249,22 @@ def test_pages_that_no_request_names_are_evicted_tail_first() -> None:
     assert _drain(tier) == [2, 1, 0]
 
 
+def test_paths_that_contradict_each_other_break_nothing() -> None:
+    rng = random.Random(3)
+    forecast = forecasts.Forecast()
+    for n in range(150):
+        path = [rng.randrange(30) for _ in range(rng.randrange(9))]  # a block may come twice
+        forecast.serve(float(n), np.array(path, np.uint64), pages=10)
+    counts = forecast.arrays.counts
+    owned = 0
+    for number in range(counts[layout.OLDEST], counts[layout.NEXT]):
+        slot = forecast.arrays.slot[1 + number % (len(forecast.arrays.time) - 1)]
+        owned += max(0, slot[layout.LENGTH] - slot[layout.START])
+    assert owned == counts[layout.KNOWN] <= 30
+    assert 0 <= counts[layout.SHADOW_TOTAL] <= 10
+    assert 0 <= counts[layout.LRU_TOTAL] <= 10
+
+
 def test_names_make_policies() -> None:
     for make in FORECASTING.values():
         made = make(CopyTable(4), Clock())
@@ -270,7 +286,7 @@ def test_in_a_store_every_page_keeps_the_one_before_it(
 ) -> None:
     monkeypatch.setattr("tests.core.support.Store", partial(Store, make_policy=Gittins))
     store, rng = make_store(slots=24, slab_slots=4), random.Random(seed)
-    for _ in range(20):
+    for _ in range(60):
         chain = rng.randrange(8) * 100
         for n in range(chain, chain + rng.randrange(1, 8)):
             put(store, n, n - 1 if n > chain else None)

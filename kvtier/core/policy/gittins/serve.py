@@ -87,11 +87,28 @@ def _match(state: State, words: npt.NDArray[np.uint64], ids: npt.NDArray[np.int3
     known, table, have = 0, state.table, state.word
     while known < len(words):
         block = find(table, have, words[known])
-        if block == NONE:
+        if block == NONE or state.block[block, PARENT] != (NONE if known == 0 else ids[known - 1]):
             break
         ids[known] = block
         known += 1
     return known
+
+
+@compiled
+def _insert(
+    state: State,
+    words: npt.NDArray[np.uint64],
+    ids: npt.NDArray[np.int32],
+    known: int,
+    slot: int,
+) -> int:
+    """Makes the rest of the path known; how long it is then. It ends before a block that is known
+    to come after another one: that path was told differently."""
+    for at in range(known, len(words)):
+        if find(state.table, state.word, words[at]) != NONE:
+            return at
+        ids[at] = insert(state, words[at], NONE if at == 0 else ids[at - 1], slot)
+    return len(words)
 
 
 @compiled
@@ -176,6 +193,8 @@ def serve(
         owner = state.block[ids[known - 1], OWNER]
         if known >= _CONTINUES * state.slot[owner, LENGTH]:
             session = owner
+    n = _insert(state, words, ids, known, slot)
+    whole = min(whole, n)
     before = _begin(state, slot, n, session)
     _take_over(state, slot, session, ids, known)
     if whole > known:
@@ -185,13 +204,11 @@ def serve(
     classify(state, slot, output, n - known, before)
     if session != NONE:
         supersede(state, session)
-    for at in range(known, n):
-        ids[at] = insert(state, words[at], NONE if at == 0 else ids[at - 1], slot)
     state.slot[slot, LEAF] = NONE if n == 0 else ids[n - 1]
     price(state, slot)
     count[MATCHED] = known
     count[NEXT] += 1
-    _admit(state, slot, ids, pages, has_bypass)
+    _admit(state, slot, ids[:n], pages, has_bypass)
     compare(state, n)
     return slot
 
