@@ -4,11 +4,11 @@
     python -m benchmarks.policies claude_code_v6.jsonl.gz --sizes 1Mtok --seed 2 --hours 24
     python -m benchmarks.policies made:flip --sizes 0.3Mtok,0.7Mtok
 
-Sizes are tokens of one tier; made:NAME is one of benchmarks/hard_traces.py. Traces are looked for in
-the folder that KVTIER_TRACES names. The hit ratio is of input tokens, from an empty cache. Time is
-that of the process in the whole replay over the block references of the trace, so what a policy
-costs is the difference to another one; a first replay of a few requests is not counted, because it
-compiles.
+Sizes are tokens of one tier; made:NAME is one of benchmarks/hard_traces.py, and other traces are
+looked for in the folder that KVTIER_TRACES names. The hit ratio is of input tokens, from an empty
+cache. Time is that of the process in the whole replay over the block references of the trace, so
+what a policy costs is the difference to another one; a first replay of a few requests is not
+counted, because it compiles.
 """
 
 from __future__ import annotations
