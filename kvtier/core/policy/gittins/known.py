@@ -33,7 +33,7 @@ _SHIFT: Final = np.uint64(32)
 def _home(word: np.uint64, mask: int) -> int:
     mixed = word * _MIX
     mixed ^= mixed >> _SHIFT
-    return int(mixed & np.uint64(mask))
+    return int(np.int64(mixed & np.uint64(mask)))
 
 
 @compiled
