@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from kvtier.bench.trace import NO_BLOCK
 from kvtier.core.policy import POLICIES
+from kvtier.core.policy.base import Policy
+from kvtier.core.policy.forecasting import FORECASTING, Forecasting
 from kvtier.core.policy.lru import Clock, LruTailFirst
 from kvtier.core.table import NO_ROW, CopyTable
 
@@ -38,11 +40,17 @@ class Cache:
     """Up to `slots` blocks of a tree given by the parent of each."""
 
     def __init__(self, parent: Ints, slots: int, policy: str) -> None:
-        """`policy`: a name of core's POLICIES; KeyError for another. No slots: nothing is kept."""
+        """`policy`: a name of core's POLICIES or FORECASTING; KeyError for another. No slots:
+        nothing is kept."""
         rows = max(1, min(slots, len(parent)))
         self.slots = min(slots, rows)
         self._table = CopyTable(rows)
-        self._policy = POLICIES[policy](self._table, Clock())
+        self._hearing: Forecasting | None = None  # the policy, if it hears of requests
+        self._policy: Policy
+        if policy in FORECASTING:
+            self._policy = self._hearing = FORECASTING[policy](self._table, Clock())
+        else:
+            self._policy = POLICIES[policy](self._table, Clock())
         self._parent = parent
         self._parents = parent.data
         self._row_np: Ints = np.full(len(parent), NO_ROW, np.int32)  # of each block
@@ -84,6 +92,11 @@ class Cache:
         missing = int(rows.argmin()) if len(rows) else 0  # the first of the lowest
         return missing if len(rows) and rows[missing] == NO_ROW else len(rows)
 
+    def request(self, now: float, path: Ints, *, whole: int, output: int) -> None:
+        """A request comes that has this path, of `whole` whole blocks."""
+        if self._hearing is not None:
+            self._hearing.request(now, path.astype(np.uint64), whole=whole, output=output)
+
     def touch(self, path: Ints) -> None:
         """A request has used these blocks, which are here, from head to tail."""
         rows = self._row_np[path].astype(np.int64)
@@ -94,6 +107,8 @@ class Cache:
         """Stores blocks that are not here, from head to tail; (those that had room, those that
         gave way). The block before the first one stays."""
         none: Ints = path[:0]
+        if self._hearing is not None:
+            path = path[: self._hearing.takes(path.astype(np.uint64))]
         if not len(path) or not self.slots:
             return none, none
         before = self._parents[int(path[0])]

@@ -83,6 +83,7 @@ def replay(trace: Trace, plan: ReplayPlan, progress: Callable[[int], None] | Non
     hits = {tier: np.zeros(trace.requests, np.int32) for tier in plan.slots}
     columns = [hits[tier] for tier in plan.slots]
     for request, path in enumerate(Paths(trace)):
+        stack.begin(trace, request, path)
         for column, count in zip(columns, stack.serve(path), strict=True):
             column[request] = count
         if progress is not None and not request % 64:
@@ -108,6 +109,16 @@ class Stack:
             tier: Traffic(read=self._read[tier], written=cache.stored, evicted=cache.evicted)
             for tier, cache in self._caches.items()
         }
+
+    def begin(self, trace: Trace, request: int, path: Ints) -> None:
+        """Tells the policies that hear of requests."""
+        for cache in self._caches.values():
+            cache.request(
+                float(trace.arrival_s[request]),
+                path,
+                whole=min(len(path), int(trace.input_tokens[request]) // trace.block_tokens),
+                output=int(trace.output_tokens[request]),
+            )
 
     def serve(self, path: Ints) -> list[int]:
         """One request: blocks found in each tier, in the order of the plan."""

@@ -97,7 +97,8 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         "--policy",
         default="lru",
         metavar="NAME,NAME",
-        help="the daemon's lru, arc, s3-fifo; to compare with, fifo and arc-textbook (one tier)",
+        help="the daemon's lru, arc, s3-fifo; gittins, gittins-bypass, which learn from requests; "
+        "to compare with, fifo and arc-textbook (one tier)",
     )
     group.add_argument(
         "--one-pass",

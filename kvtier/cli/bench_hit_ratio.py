@@ -36,6 +36,7 @@ from kvtier.cli.progress_bar import ProgressBar
 from kvtier.cli.table import table
 from kvtier.config import process_environment
 from kvtier.core.policy import POLICIES
+from kvtier.core.policy.forecasting import FORECASTING
 
 __all__ = ["run"]
 
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """The exit code. Raises TraceError and BenchInput."""
     if arguments.plot is not None:
         check_name(arguments.plot)
-    policies = _names(arguments.policy, [*POLICIES, *TEXTBOOK], "policy")
+    policies = _names(arguments.policy, [*POLICIES, *FORECASTING, *TEXTBOOK], "policy")
     writes = [WritePolicy(name) for name in _names(arguments.write, WritePolicy, "write")]
     routers = [Router(name) for name in _names(arguments.router, Router, "router")]
     token_bytes = _token_bytes(arguments)

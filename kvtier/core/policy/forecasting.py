@@ -1,0 +1,52 @@
+"""Policies that hear of requests, by name. They need numba (extra `fast`), which is not loaded
+before one of them is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.policy.base import Policy
+from kvtier.core.policy.lru import Clock
+from kvtier.core.table import CopyTable
+
+__all__ = ["FORECASTING", "Forecasting"]
+
+Words = npt.NDArray[np.uint64]
+
+
+class Forecasting(Policy, Protocol):
+    """What it is told beside the calls of Policy, and what it can be asked."""
+
+    def request(
+        self, now: float, words: Words, *, whole: int | None = None, output: int | None = None
+    ) -> None:
+        """A request whose blocks, from the first, are known by `words` comes `now` (seconds, of
+        any clock that does not go back); its pages are touched and admitted after this.
+
+        `whole`: how many of the blocks are whole pages. `output`: tokens that it is to bring forth.
+        """
+
+    def takes(self, words: Words) -> int:
+        """How many of these pages, which are to be admitted, are worth it: leading ones."""
+
+
+def _gittins(table: CopyTable, clock: Clock, *, has_bypass: bool) -> Forecasting:
+    """Raises ImportError without numba."""
+    module = import_module("kvtier.core.policy.gittins.policy")
+    made: Forecasting = module.Gittins(table, clock, has_bypass=has_bypass)
+    return made
+
+
+#: Each makes the queue of one size class of one tier. The second may refuse pages, as a cache that
+#: need not take every put.
+FORECASTING: dict[str, Callable[[CopyTable, Clock], Forecasting]] = {
+    "gittins": partial(_gittins, has_bypass=False),
+    "gittins-bypass": partial(_gittins, has_bypass=True),
+}
