@@ -17,7 +17,7 @@ STEPS = 1200
 
 @pytest.mark.timeout(240)
 def test_seeds() -> None:
-    counts = run_seeds(range(32), STEPS)
+    counts = run_seeds(range(16), STEPS)
     # Also that the run has seen enough of everything to mean something.
     assert counts.stored > 1000
     assert counts.stored_local > 100
