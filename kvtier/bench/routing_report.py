@@ -26,8 +26,8 @@ def routed(basis: Basis, done: Routing) -> dict[str, Any]:
     """One router at one size."""
     trace, fleet = basis.trace, done.fleet
     total = int(trace.input_tokens.sum())
-    own = int(trace.tokens(done.local.astype(np.int64)).sum())
-    found = int(trace.tokens((done.local + done.shared).astype(np.int64)).sum())
+    own = int(trace.tokens(done.local).sum())
+    found = int(trace.tokens(done.local + done.shared).sum())
     p50, p95 = np.percentile(done.first_token_s, (50, 95))
     return {
         "router": fleet.router.value,
