@@ -96,11 +96,12 @@ def test_one_pass_gives_the_same_figures(bench, trace):
 
 
 def test_of_policies_at_one_size_the_sentence_names_the_best(bench, trace):
-    for policies in ("fifo,lru", "lru,fifo"):
-        words = (trace, "--capacities", "20%", "--policy", policies)
+    for policies in ("arc,s3-fifo", "s3-fifo,arc"):
+        words = (trace, "--capacities", "30%", "--policy", policies)
         rows = json.loads(bench(*words, "--json").out)["results"]
         best = max(rows, key=lambda row: row["hit_ratio"]["cold"])
-        assert rows[0]["hit_ratio"]["cold"] != rows[1]["hit_ratio"]["cold"]
+        ratios = [row["hit_ratio"]["cold"] for row in rows]
+        assert 0.95 * max(ratios) <= min(ratios) < max(ratios)
         ratio = f"{100 * best['hit_ratio']['cold']:.1f} %"
         sentence = bench(*words).out.splitlines()[-1]
         assert f"under {best['policy'].upper()}, the hit ratio is {ratio}" in sentence
