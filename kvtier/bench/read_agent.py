@@ -7,9 +7,10 @@ another block than a whole one. Ids of scope `local` name content inside their s
 Weka's form: {"block_size", "hash_id_scope", "requests": [{"t", "in", "out", "hash_ids"}, ...]},
 where a request of type "subagent" holds further "requests"; a file has one session, or one a line.
 
-The compact form: after a line {"meta": {"block_size"}} one request a line, of one session after the
-other: {"s": session, "t": seconds, "in", "out": tokens, "k": leading ids kept from the request
-before, "r": [[first, count], ...] of the ids after those}. One thread.
+The compact form: after a line {"meta": {"block_size", "hash_id_scope"}}, "global" if it says none,
+one request a line, of one session after the other: {"s": session, "t": seconds, "in", "out":
+tokens, "k": leading ids kept from the request before, "r": [[first, count], ...] of the ids after
+those}. One thread.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _group_of(line: Line, file_tokens: int, block_tokens: int | None) -> tuple[i
 def read_compact(lines: Iterable[Line], block_tokens: int | None, *, arrivals: Arrivals) -> Trace:
     """Raises TraceError for a line that is neither of the two kinds."""
     builder, joiner, session = None, None, None
-    file_tokens, has_meta = _FILE_BLOCK_TOKENS, False
+    file_tokens, is_local, has_meta = _FILE_BLOCK_TOKENS, False, False
     sessions: set[int] = set()
     clock = SessionClock(arrivals)
     length = 0
@@ -108,7 +109,7 @@ def read_compact(lines: Iterable[Line], block_tokens: int | None, *, arrivals: A
         if "meta" in line:
             if has_meta or builder is not None:
                 raise line.wrong("meta is not the first line", "give each file for itself")
-            file_tokens, has_meta = _file_tokens(line), True
+            (file_tokens, is_local), has_meta = _meta(line), True
             continue
         if line.fields.keys() == {"models"}:  # names of the models, by the numbers in "m"
             continue
@@ -125,7 +126,7 @@ def read_compact(lines: Iterable[Line], block_tokens: int | None, *, arrivals: A
                 )
             sessions.add(own)
             session, length = own, 0
-            joiner.begin(0)
+            joiner.begin(len(sessions) if is_local else 0)
             clock.begin(line.seconds("t"))
         kept = line.count("k")
         if kept > length:
@@ -143,11 +144,20 @@ def read_compact(lines: Iterable[Line], block_tokens: int | None, *, arrivals: A
     return (builder or TraceBuilder("agent-compact", file_tokens)).build((str(arrivals),))
 
 
-def _file_tokens(line: Line) -> int:
+def _meta(line: Line) -> tuple[int, bool]:
+    """(tokens a block, are ids those of a session alone)."""
     meta = line.get("meta")
     if not isinstance(meta, dict):
         raise line.wrong("meta is no object")
-    return Line(line.path, line.number, meta).count("block_size", 1)
+    inside = Line(line.path, line.number, meta, inside="meta")
+    return inside.count("block_size", 1), _is_local(inside, default="global")
+
+
+def _is_local(line: Line, *, default: str) -> bool:
+    scope = line.get("hash_id_scope") if "hash_id_scope" in line else default
+    if scope not in ("local", "global"):
+        raise line.wrong(f"hash_id_scope is {scope!r:.40}, neither 'local' nor 'global'")
+    return bool(scope == "local")
 
 
 def _ranges(line: Line) -> list[int]:
@@ -177,7 +187,7 @@ def read_weka(
                 f"block_size is {file_tokens}, and {known_size} in the sessions before",
                 "give the sessions of each size for themselves",
             )
-        is_local = line.fields.get("hash_id_scope", "local") != "global"
+        is_local = _is_local(line, default="local")
         joiner.begin(number if is_local else 0)
         requests = sorted(_flat(line), key=lambda r: r.seconds("t"))
         if requests:

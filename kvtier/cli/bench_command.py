@@ -67,15 +67,14 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--start-hours",
         type=float,
-        default=8.0,
         metavar="H",
         help="for traces that have times inside a session only: starts are drawn over H hours "
-        "(%(default)g)",
+        "(default: 8)",
     )
     group.add_argument(
-        "--gap-max", type=float, default=3600.0, metavar="S", help="and gaps clipped (%(default)g)"
+        "--gap-max", type=float, metavar="S", help="and gaps clipped to S seconds (default: 3600)"
     )
-    group.add_argument("--seed", type=int, default=1, help="of those starts (%(default)s)")
+    group.add_argument("--seed", type=int, help="of those starts (default: 1)")
 
 
 def _add_tiers(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ from kvtier.bench.routing import Fleet, route
 from kvtier.bench.routing_report import SERVICE, routed, routing_rows, routing_sentence
 from kvtier.bench.textbook import TEXTBOOK, textbook_replay
 from kvtier.bench.trace import Trace
-from kvtier.cli.bench_options import Options, check_tiers
+from kvtier.cli.bench_options import Options, check_arrivals, check_tiers, given_arrivals
 from kvtier.cli.progress_bar import ProgressBar
 from kvtier.cli.table import table
 
@@ -132,17 +132,16 @@ def _read(arguments: argparse.Namespace) -> Trace:
     path = _find(arguments.trace)
     size = path.stat().st_size if path.is_file() else 1
     bar = ProgressBar(f"reading {path.name}", size, unit="bytes")
+    drawn = given_arrivals(arguments)
     options = ReadOptions(
-        block_tokens=arguments.block_tokens,
-        arrivals=Arrivals(
-            hours=arguments.start_hours, gap_max_s=arguments.gap_max, seed=arguments.seed
-        ),
-        progress=bar.at,
+        block_tokens=arguments.block_tokens, arrivals=Arrivals(**drawn), progress=bar.at
     )
     try:
-        return read_trace(path, options)
+        trace = read_trace(path, options)
     finally:
         bar.end()
+    check_arrivals(drawn, trace)
+    return trace
 
 
 def _find(path: Path) -> Path:

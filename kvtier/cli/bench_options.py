@@ -14,20 +14,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.bench.errors import BenchInput
+from kvtier.bench.formats import TraceFormat
 from kvtier.bench.models import KvDtype, bytes_per_token
 from kvtier.bench.plot import check_name
 from kvtier.bench.replay import SimTier, WritePolicy
 from kvtier.bench.routing import Router
 from kvtier.bench.textbook import TEXTBOOK
+from kvtier.bench.trace import Trace
 from kvtier.core.policy import POLICIES
 
-__all__ = ["Options", "check_tiers"]
+__all__ = ["Options", "check_arrivals", "check_tiers", "given_arrivals"]
 
 _HELP: Final = "see `kvtier bench hit-ratio --help`"
 _TOKEN_BYTES_MAX: Final = 1 << 40
 _BLOCK_TOKENS_MAX: Final = 1 << 30
 _RATE_MIN: Final = 1e-3
 _RATE_MAX: Final = 1e12
+_DRAWN: Final = (TraceFormat.WEKA, TraceFormat.AGENT_COMPACT)
 _BY_SESSION: Final = (Router.SESSION, Router.SESSION_BOUNDED)
 
 
@@ -69,6 +72,25 @@ class Options:
         else:
             _refuse(_without_replicas(arguments, found))
         return found
+
+
+def given_arrivals(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of Arrivals that were given."""
+    given = {
+        "hours": arguments.start_hours,
+        "gap_max_s": arguments.gap_max,
+        "seed": arguments.seed,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_arrivals(given: dict[str, Any], trace: Trace) -> None:
+    """Raises BenchInput when starts of sessions were described and the trace has its own."""
+    if given and trace.format not in _DRAWN:
+        raise BenchInput(
+            "--start-hours, --gap-max and --seed are for traces of agents, whose starts are drawn",
+            remedy="leave them out",
+        )
 
 
 def check_tiers(
@@ -153,11 +175,11 @@ def _refuse(faults: Iterable[tuple[str, Any]]) -> None:
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
-    tokens = arguments.block_tokens
+    tokens, hours, gap = arguments.block_tokens, arguments.start_hours, arguments.gap_max
     for name, value, is_wrong in (
         ("--block-tokens", tokens, tokens is not None and not 1 <= tokens < _BLOCK_TOKENS_MAX),
-        ("--start-hours", arguments.start_hours, not 0 <= arguments.start_hours < 1e6),
-        ("--gap-max", arguments.gap_max, not 0 <= arguments.gap_max < 1e9),
+        ("--start-hours", hours, hours is not None and not 0 <= hours < 1e6),
+        ("--gap-max", gap, gap is not None and not 0 <= gap < 1e9),
     ):
         if is_wrong:
             raise BenchInput(f"{name} is {_short(value)}", remedy=_HELP)

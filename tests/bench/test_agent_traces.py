@@ -139,6 +139,22 @@ def test_a_malformed_row_of_the_compact_form(tmp_path, row, what):
     assert str(caught.value).startswith(f"{path}:3: ")
 
 
+@pytest.mark.parametrize(("scope", "blocks"), [("global", 1), ("local", 2)])
+def test_ids_of_the_compact_form_have_their_scope(tmp_path, scope, blocks):
+    rows: list[dict] = [{"meta": {"block_size": 64, "hash_id_scope": scope}}]
+    rows += [{"s": s, "t": 0, "in": 64, "out": 1, "k": 0, "r": [[7, 1]]} for s in (3, 4)]
+    assert read_trace(write_lines(tmp_path / "trace", rows)).blocks_seen == blocks
+
+
+def test_an_unknown_scope_is_refused(tmp_path):
+    what = "hash_id_scope is 'Global', neither 'local' nor 'global'"
+    meta = {"meta": {"block_size": 64, "hash_id_scope": "Global"}}
+    with pytest.raises(TraceError, match=f":1: meta: {what}"):
+        read_trace(write_lines(tmp_path / "compact", [meta]))
+    with pytest.raises(TraceError, match=f":1: {what}"):
+        read_trace(write_lines(tmp_path / "weka", [weka_session([[1]], scope="Global")]))
+
+
 def test_a_session_of_the_compact_form_that_returns(tmp_path):
     rows = [{"s": s, "t": 0, "in": 64, "out": 1, "k": 0, "r": [[s, 1]]} for s in (0, 1, 0)]
     with pytest.raises(TraceError, match=":3: session 0 goes on after another one"):

@@ -117,6 +117,16 @@ def test_the_optimum_of_several_tiers_says_that_it_is_of_one(bench, trace):
     assert "the best policy of that size would reach" in alone
 
 
+def test_starts_are_drawn_as_asked(bench, tmp_path):
+    entry = {"t": 0, "in": 64, "out": 1, "hash_ids": [1]}
+    path = write_lines(tmp_path / "agents", [{"requests": [entry, entry]}] * 2)
+    plain = json.loads(bench(path, "--json").out)["trace"]["notes"]
+    assert plain == ["session starts drawn over 8 h (seed 1), idle gaps clipped to 3600 s"]
+    words = ("--start-hours", 2, "--gap-max", 60, "--seed", 5, "--json")
+    asked = json.loads(bench(path, *words).out)["trace"]["notes"]
+    assert asked == ["session starts drawn over 2 h (seed 5), idle gaps clipped to 60 s"]
+
+
 def test_whose_code_ran_is_said(bench, trace):
     key = "shared_with_the_daemon"
     words = (trace, "--tiers", "gpu=20%", "--json")
@@ -193,6 +203,9 @@ def test_routers(bench, trace):
         (("--block-tokens", "0"), "--block-tokens is 0"),
         (("--start-hours", "-1"), "--start-hours is -1"),
         (("--gap-max", "nan"), "--gap-max is nan"),
+        (("--gap-max", "60"), "--start-hours, --gap-max and --seed are for traces of agents"),
+        (("--start-hours", "8"), "--start-hours, --gap-max and --seed are for traces of agents"),
+        (("--seed", "1"), "--start-hours, --gap-max and --seed are for traces of agents"),
         (("--plot", "out.jpg"), "plot: 'out.jpg' ends in none of .png, .svg"),
         (("--router", "kv"), "--router and --shared need --replicas"),
         (("--router", "rr"), "--router and --shared need --replicas"),
