@@ -26,7 +26,7 @@ __all__ = [
 
 OPTIMUM: Final = (
     "optimum: what the best policy would find in one tier as large as all together; tiers that "
-    "keep copies of each other's pages hold less, and cannot reach it"
+    "keep copies of each other's pages hold less, and may not reach it"
 )
 #: What of the daemon runs in a replay, in every report.
 SHARED: Final = (

@@ -191,11 +191,11 @@ def _short(value: object) -> str:
 
 
 def _check_place(file: Path | None) -> None:
-    """A file that can be made: before the minutes of a replay, not after."""
+    """A file that can be written or made: before the minutes of a replay, not after."""
     if file is None:
         return
-    folder = file.parent
-    if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    place = file if file.exists() else file.parent
+    if place.is_dir() == file.exists() or not os.access(place, os.W_OK):
         raise BenchInput(
             f"{file}: cannot be written", remedy="name a file in a folder that can be written to"
         )

@@ -224,6 +224,7 @@ def test_routers(bench, trace):
         (("--capacities", ""), "size '' is no number with a unit"),
         (("--policy", "lru,fifo", "--tiers", "gpu=5%,host=9%"), "policy fifo is a textbook's"),
         (("--csv", "no/such/out.csv"), "no/such/out.csv: cannot be written"),
+        (("--csv", "."), ".: cannot be written"),
         (("--plot", "no/such/out.svg"), "no/such/out.svg: cannot be written"),
         ((*REPLICAS, "--one-pass"), "--one-pass is for one replica"),
         ((*REPLICAS, "--write", "back"), "--write and --untold are for one replica"),
