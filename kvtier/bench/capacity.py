@@ -9,6 +9,7 @@ Pure functions.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +22,8 @@ __all__ = ["Sizes", "parse_amount", "parse_tiers"]
 
 _AMOUNT: Final = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-zA-Z%]+)")
 _POWERS: Final[dict[str, int]] = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+#: Of one tier; more than any trace has blocks.
+_SLOTS_MAX: Final = 1 << 48
 _GRAMMAR: Final = (
     "write tiers as gpu=30GiB,host=1.5TB,nvme=15TB: bytes (GiB, TB, ...), tokens (3Mtok) or a part "
     "of the working set (25%)"
@@ -65,9 +68,9 @@ def parse_amount(text: str, sizes: Sizes) -> int:
     number, unit = float(match[1]), match[2].lower()
     trace = sizes.trace
     if unit == "%":
-        return round(trace.blocks_seen * number / 100)
+        return _slots(text, trace.blocks_seen * number / 100, 1)
     if unit.endswith("tok") and unit[:-3] in _POWERS:
-        return round(number * float(1000 ** _POWERS[unit[:-3]])) // trace.block_tokens
+        return _slots(text, number * float(1000 ** _POWERS[unit[:-3]]), trace.block_tokens)
     kind = re.fullmatch(r"([kmgtp]?)(i?)b", unit)
     if kind is None or (kind[2] and not kind[1]):
         raise BenchInput(f"size {text!r} has an unknown unit {match[2]!r}", remedy=_GRAMMAR)
@@ -76,5 +79,19 @@ def parse_amount(text: str, sizes: Sizes) -> int:
             f"size {text!r} is in bytes, and no model says how many a token has",
             remedy="name one with --model or --bytes-per-token, or give tokens (3Mtok)",
         )
-    total = round(number * float((1024 if kind[2] else 1000) ** _POWERS[kind[1]]))
-    return total // (sizes.token_bytes * trace.block_tokens)
+    total = number * float((1024 if kind[2] else 1000) ** _POWERS[kind[1]])
+    return _slots(text, total, sizes.token_bytes * trace.block_tokens)
+
+
+def _slots(text: str, total: float, each: int) -> int:
+    """How many slots of `each` there are in all of it."""
+    slots = round(total) // each if math.isfinite(total) else _SLOTS_MAX
+    if slots >= _SLOTS_MAX:
+        raise BenchInput(
+            f"size {_short(text)} is more than {_SLOTS_MAX} blocks", remedy="name a smaller one"
+        )
+    return slots
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")

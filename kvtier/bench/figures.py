@@ -18,7 +18,6 @@ from kvtier.bench.trace import Trace
 __all__ = ["DEFINITIONS", "Basis", "Ratios", "ratios", "result", "summary"]
 
 Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 DEFINITIONS = {
     "cold": "tokens of the cached prefixes / input tokens, all requests, from an empty cache",
@@ -54,7 +53,7 @@ class Basis:
 
 def ratios(trace: Trace, prefix: Ints) -> Ratios:
     """Of the cached blocks of each request."""
-    tokens, total = trace.tokens(prefix.astype(np.int64)), trace.input_tokens
+    tokens, total = trace.tokens(prefix), trace.input_tokens
     half = trace.requests // 2
     return Ratios(
         cold=_part(tokens, total),
@@ -76,8 +75,8 @@ def summary(basis: Basis, sizes: Sizes) -> dict[str, Any]:
     """The trace itself: its size, how many sessions live at once, and its ceiling."""
     trace = basis.trace
     sessions, tokens = _live(trace)
-    best = trace.tokens(basis.ceiling.astype(np.int64))
-    own = trace.tokens(np.minimum(basis.ceiling, basis.own).astype(np.int64))
+    best = trace.tokens(basis.ceiling)
+    own = trace.tokens(np.minimum(basis.ceiling, basis.own))
     working_set = trace.working_set_tokens
     return {
         "format": trace.format,
@@ -124,8 +123,8 @@ def result(basis: Basis, sizes: Sizes, done: Replay) -> dict[str, Any]:
     total = int(trace.input_tokens.sum())
     found = ratios(trace, done.prefix)
     best = ratios(trace, basis.optimum(sum(plan.slots.values())))
-    tokens = trace.tokens(done.prefix.astype(np.int64))
-    own = trace.tokens(np.minimum(done.prefix, basis.own).astype(np.int64))
+    tokens = trace.tokens(done.prefix)
+    own = trace.tokens(np.minimum(done.prefix, basis.own))
     return {
         "policy": plan.policy,
         "write": plan.write.value,
@@ -141,7 +140,7 @@ def result(basis: Basis, sizes: Sizes, done: Replay) -> dict[str, Any]:
 
 def _tier(trace: Trace, sizes: Sizes, done: Replay, tier: SimTier) -> dict[str, Any]:
     slots, traffic = done.plan.slots[tier], done.traffic[tier]
-    above = np.zeros(trace.requests, np.int64)
+    above = np.zeros(trace.requests, np.int32)
     for other, hits in done.hits.items():
         if other == tier:
             break

@@ -14,7 +14,6 @@ formats are chained on reading: two blocks are one only if everything before the
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, Final
 
 from kvtier.bench.arrivals import Arrivals
 from kvtier.bench.errors import TraceError
-from kvtier.bench.lines import Line, Lines, Progress, open_bytes
+from kvtier.bench.lines import Line, Lines, Progress, whole_file
 from kvtier.bench.read_agent import read_compact, read_weka
 from kvtier.bench.read_mooncake import Stamps, read_mooncake
 from kvtier.bench.read_ragpulse import read_ragpulse
@@ -88,21 +87,12 @@ def _first(path: Path) -> Line:
     try:
         for line in Lines(path):
             return line
-    except TraceError:
-        whole = _whole(path)
-        if whole is None:
-            raise
-        return whole
-    raise TraceError(f"{path}: empty", remedy="name a trace with at least one request")
-
-
-def _whole(path: Path) -> Line | None:
-    with path.open("rb") as raw, open_bytes(raw) as file:
+    except TraceError as error:
         try:
-            fields = json.load(file)
-        except (ValueError, RecursionError, OSError, EOFError):
-            return None
-    return Line(path, 0, fields) if isinstance(fields, dict) else None
+            return whole_file(path)
+        except TraceError:
+            raise error from None
+    raise TraceError(f"{path}: empty", remedy="name a trace with at least one request")
 
 
 def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
@@ -128,4 +118,8 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
         )
     if not trace.requests:
         raise TraceError(f"{path}: no requests", remedy="name a trace with at least one request")
+    if not trace.input_tokens.any():
+        raise TraceError(
+            f"{path}: no request has an input token", remedy="name a trace with inputs to find"
+        )
     return trace

@@ -46,12 +46,14 @@ def draw(path: Path, document: dict[str, Any]) -> None:
         xs, ys = zip(*sorted(points), strict=True)
         axes.plot(xs, [100 * y for y in ys], marker="o", label=label)
     xs, ys = zip(*sorted(best.items()), strict=True)
-    axes.plot(xs, [100 * y for y in ys], "k--", marker=".", label="optimum (knows the future)")
+    axes.plot(
+        xs, [100 * y for y in ys], "k--", marker=".", label="optimum (knows the future, one tier)"
+    )
     ceiling = 100 * document["trace"]["ceiling"]["cold"]
     axes.axhline(ceiling, color="gray", linestyle=":", label=f"ceiling {ceiling:.1f} %")
     if len(best) > 1 and min(best) > 0:
         axes.set_xscale("log")
-    axes.set_ylim(0, min(100, ceiling * 1.15))
+    axes.set_ylim(0, max(1, min(100, ceiling * 1.15)))
     axes.set_xlabel("capacity of all tiers, million tokens")
     axes.set_ylabel("hit ratio, % of input tokens, cold")
     trace = document["trace"]

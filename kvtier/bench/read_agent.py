@@ -7,9 +7,10 @@ another block than a whole one. Ids of scope `local` name content inside their s
 Weka's form: {"block_size", "hash_id_scope", "requests": [{"t", "in", "out", "hash_ids"}, ...]},
 where a request of type "subagent" holds further "requests"; a file has one session, or one a line.
 
-The compact form: after a line {"meta": {"block_size"}} one request a line, of one session after the
-other: {"s": session, "t": seconds, "in", "out": tokens, "k": leading ids kept from the request
-before, "r": [[first, count], ...] of the ids after those}. One thread.
+The compact form: after a line {"meta": {"block_size", "hash_id_scope"}}, "global" if it says none,
+one request a line, of one session after the other: {"s": session, "t": seconds, "in", "out":
+tokens, "k": leading ids kept from the request before, "r": [[first, count], ...] of the ids after
+those}. One thread.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvtier.bench.arrivals import Arrivals, SessionClock
 from kvtier.bench.errors import TraceError
-from kvtier.bench.lines import Line, Lines, Progress, open_bytes
+from kvtier.bench.lines import Line, Lines, Progress, first_bytes, whole_file
 from kvtier.bench.trace import NO_BLOCK, Blocks, Trace, TraceBuilder
 
 __all__ = ["read_compact", "read_weka"]
@@ -29,7 +30,8 @@ __all__ = ["read_compact", "read_weka"]
 _BLOCK_TOKENS: Final = 256
 _FILE_BLOCK_TOKENS: Final = 64
 _IDS_MAX: Final = 1 << 22
-_SCOPE_BITS: Final = 64
+_SCOPE_BITS: Final = 66  # ids have 64, with a sign or without
+_NESTED_MAX: Final = 64
 
 
 class _Joiner:
@@ -99,15 +101,15 @@ def _group_of(line: Line, file_tokens: int, block_tokens: int | None) -> tuple[i
 def read_compact(lines: Iterable[Line], block_tokens: int | None, *, arrivals: Arrivals) -> Trace:
     """Raises TraceError for a line that is neither of the two kinds."""
     builder, joiner, session = None, None, None
-    file_tokens = _FILE_BLOCK_TOKENS
+    file_tokens, is_local, has_meta = _FILE_BLOCK_TOKENS, False, False
+    sessions: set[int] = set()
     clock = SessionClock(arrivals)
     length = 0
     for line in lines:
         if "meta" in line:
-            meta = line.get("meta")
-            if not isinstance(meta, dict):
-                raise line.wrong("meta is no object")
-            file_tokens = Line(line.path, line.number, meta).count("block_size", 1)
+            if has_meta or builder is not None:
+                raise line.wrong("meta is not the first line", "give each file for itself")
+            (file_tokens, is_local), has_meta = _meta(line), True
             continue
         if line.fields.keys() == {"models"}:  # names of the models, by the numbers in "m"
             continue
@@ -117,8 +119,14 @@ def read_compact(lines: Iterable[Line], block_tokens: int | None, *, arrivals: A
             joiner = _Joiner(builder.blocks, group)
         own = line.count("s")
         if own != session:
+            if own in sessions:
+                raise line.wrong(
+                    f"session {own} goes on after another one",
+                    "put the lines of each session one after the other",
+                )
+            sessions.add(own)
             session, length = own, 0
-            joiner.begin(0)
+            joiner.begin(len(sessions) if is_local else 0)
             clock.begin(line.seconds("t"))
         kept = line.count("k")
         if kept > length:
@@ -129,10 +137,27 @@ def read_compact(lines: Iterable[Line], block_tokens: int | None, *, arrivals: A
             joiner.leaf(kept, ids),
             arrival_s=clock.at(line.seconds("t")),
             session=session,
-            input_tokens=line.count("in"),
+            input_tokens=line.tokens("in", blocks=length, block_tokens=file_tokens),
             output_tokens=line.count("out"),
+            known_tokens=length * file_tokens,
         )
     return (builder or TraceBuilder("agent-compact", file_tokens)).build((str(arrivals),))
+
+
+def _meta(line: Line) -> tuple[int, bool]:
+    """(tokens a block, are ids those of a session alone)."""
+    meta = line.get("meta")
+    if not isinstance(meta, dict):
+        raise line.wrong("meta is no object")
+    inside = Line(line.path, line.number, meta, inside="meta")
+    return inside.count("block_size", 1), _is_local(inside, default="global")
+
+
+def _is_local(line: Line, *, default: str) -> bool:
+    scope = line.get("hash_id_scope") if "hash_id_scope" in line else default
+    if scope not in ("local", "global"):
+        raise line.wrong(f"hash_id_scope is {scope!r:.40}, neither 'local' nor 'global'")
+    return bool(scope == "local")
 
 
 def _ranges(line: Line) -> list[int]:
@@ -149,42 +174,47 @@ def read_weka(
     path: Path, block_tokens: int | None, arrivals: Arrivals, *, progress: Progress | None = None
 ) -> Trace:
     """A file, or every *.json and *.json.gz of a folder in the order of their names."""
-    builder, joiner = None, None
+    builder, joiner, known_size = None, None, 0
     clock = SessionClock(arrivals)
     for number, line in enumerate(_sessions(path, progress), 1):
         file_tokens = line.count("block_size", 1) if "block_size" in line else _FILE_BLOCK_TOKENS
         tokens, group = _group_of(line, file_tokens, block_tokens)
         if builder is None or joiner is None:
-            builder = TraceBuilder("weka", tokens)
+            builder, known_size = TraceBuilder("weka", tokens), file_tokens
             joiner = _Joiner(builder.blocks, group)
-        is_local = line.fields.get("hash_id_scope", "local") != "global"
+        if file_tokens != known_size:
+            raise line.wrong(
+                f"block_size is {file_tokens}, and {known_size} in the sessions before",
+                "give the sessions of each size for themselves",
+            )
+        is_local = _is_local(line, default="local")
         joiner.begin(number if is_local else 0)
-        requests = sorted(_flat(line, line.ids("requests")), key=lambda r: r.seconds("t"))
+        requests = sorted(_flat(line), key=lambda r: r.seconds("t"))
         if requests:
             clock.begin(requests[0].seconds("t"))
         for request in requests:
-            try:
-                leaf = joiner.leaf_of(request.ids("hash_ids"))
-            except TypeError:
-                raise request.wrong("hash_ids has an id that is no whole number") from None
+            ids = request.whole_ids("hash_ids")
             builder.add(
-                leaf,
+                joiner.leaf_of(ids),
                 arrival_s=clock.at(request.seconds("t")),
                 session=number,
-                input_tokens=request.count("in"),
+                input_tokens=request.tokens("in", blocks=len(ids), block_tokens=file_tokens),
                 output_tokens=request.count("out") if "out" in request else 0,
+                known_tokens=len(ids) * file_tokens,
             )
     return (builder or TraceBuilder("weka", _FILE_BLOCK_TOKENS)).build((str(arrivals),))
 
 
-def _flat(line: Line, entries: list[Any]) -> Iterator[Line]:
+def _flat(line: Line, nested: int = 0) -> Iterator[Line]:
     """The requests of a session, those of its subagents among them."""
-    for entry in entries:
+    if nested > _NESTED_MAX:
+        raise line.wrong(f"subagents nested more than {_NESTED_MAX} deep")
+    for at, entry in enumerate(line.ids("requests")):
         if not isinstance(entry, dict):
-            raise line.wrong("requests has an entry that is no object")
-        request = Line(line.path, line.number, entry)
+            raise line.wrong(f"requests[{at}] is no object")
+        request = line.entry("requests", at, entry)
         if isinstance(entry.get("requests"), list):
-            yield from _flat(line, entry["requests"])
+            yield from _flat(request, nested + 1)
         else:
             yield request
 
@@ -196,27 +226,11 @@ def _sessions(path: Path, progress: Progress | None) -> Iterator[Line]:
         if not files:
             raise TraceError(f"{path}: no *.json in this folder", remedy="name a trace")
     for file in files:
-        with file.open("rb") as raw, open_bytes(raw) as unpacked:
-            start = unpacked.readline(1 << 28)
         try:
-            is_lines = isinstance(json.loads(start), dict)
+            is_lines = isinstance(json.loads(first_bytes(file)), dict)
         except (ValueError, RecursionError):
             is_lines = False
         if is_lines:
             yield from Lines(file, progress)
         else:
-            yield _one(file)
-
-
-def _one(path: Path) -> Line:
-    """A file that is one object on several lines."""
-    with path.open("rb") as raw, open_bytes(raw) as file:
-        try:
-            fields = json.load(file)
-        except json.JSONDecodeError as error:
-            raise Line(path, error.lineno, {}).wrong(f"no JSON: {error.msg}") from error
-        except (OSError, EOFError, ValueError, RecursionError) as error:
-            raise TraceError(f"{path}: cannot be read: {error}", remedy="fetch it again") from error
-    if not isinstance(fields, dict):
-        raise TraceError(f"{path}: not a JSON object", remedy="name a trace")
-    return Line(path, 0, fields)
+            yield whole_file(file)

@@ -6,14 +6,14 @@ first requests. One thread.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Final
+from typing import Final
 
 from kvtier.bench.errors import TraceError
 from kvtier.bench.lines import Line
-from kvtier.bench.trace import Trace, TraceBuilder
+from kvtier.bench.trace import Blocks, Trace, TraceBuilder
 
 __all__ = ["Stamps", "read_mooncake"]
 
@@ -21,6 +21,7 @@ _LOOKED_AT: Final = 256
 #: The usual ones first: requests of one block each fit many.
 _BLOCK_TOKENS: Final = (512, 16, 64, 256, 128, 32, 1024, 2048, 4096, 8, 4, 2, 1)
 _NO_PARENT: Final = -1
+_ALIKE: Final = ("timestamp", "session_id", "chat_id", "block_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +43,18 @@ def read_mooncake(
     tokens = block_tokens or _fitting(head)
     builder = TraceBuilder(format_name, tokens)
     has_times = "timestamp" in head[0]
-    sessions = _Sessions(stamps.session)
+    sessions, contents = _Sessions(stamps.session), _Contents(builder.blocks)
     for number, line in enumerate(chain(head, rest)):
-        ids, length = line.ids("hash_ids"), line.count("input_length")
-        if abs(len(ids) * tokens - length) > tokens:
-            raise line.wrong(
-                f"{len(ids)} blocks of {tokens} tokens do not fit input_length {length}",
-                "give the tokens of a block with --block-tokens, or mend the line",
-            )
+        _check_like(head[0], line)
+        ids = contents.of(line)
+        length = line.tokens(
+            "input_length",
+            blocks=len(ids),
+            block_tokens=tokens,
+            remedy="give the tokens of a block with --block-tokens, or mend the line",
+        )
         builder.add(
-            _follow(builder, line, ids),
+            builder.blocks.follow(ids),
             arrival_s=line.seconds("timestamp") * stamps.tick_s if has_times else float(number),
             session=sessions.of(line),
             input_tokens=length,
@@ -61,13 +64,37 @@ def read_mooncake(
     return builder.build(notes)
 
 
-def _follow(builder: TraceBuilder, line: Line, ids: list[Any]) -> int:
-    try:
-        return builder.blocks.follow(ids)
-    except TypeError:
-        if not all(isinstance(content, str) for content in ids):
-            raise line.wrong("hash_ids has an id that is no whole number") from None
-    return builder.blocks.follow([builder.blocks.number(content) for content in ids])
+def _check_like(first: Line, line: Line) -> None:
+    """What the first line says of a request's time, session and blocks holds for all."""
+    for name in _ALIKE:
+        if (name in line) != (name in first):
+            has, had = (("no ", "has"), ("", "has none"))[name in line]
+            raise line.wrong(f"{has}field {name!r}, and the first line {had}")
+    if "block_size" in line and line.get("block_size") != first.get("block_size"):
+        raise line.wrong(
+            f"block_size is {line.get('block_size')}, and {first.get('block_size')} in the first "
+            "line"
+        )
+
+
+class _Contents:
+    """The ids of a line as whole numbers: all lines have numbers, or all have texts."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._are_texts: bool | None = None
+
+    def of(self, line: Line) -> Sequence[int]:
+        ids = line.ids("hash_ids")
+        are_texts = bool(ids) and set(map(type, ids)) == {str}
+        if not are_texts:
+            ids = line.whole_ids("hash_ids")
+        if ids:
+            if self._are_texts not in (None, are_texts):
+                kinds = ("text, and numbers", "numbers, and text")[not are_texts]
+                raise line.wrong(f"hash_ids are {kinds} in the lines before")
+            self._are_texts = are_texts
+        return [self._blocks.number(content) for content in ids] if are_texts else ids
 
 
 def _fitting(head: list[Line]) -> int:
@@ -98,17 +125,10 @@ class _Sessions:
     def of(self, line: Line) -> Hashable | None:
         if self._name is None:
             return None
-        own = _name(line, self._name)
+        own = line.name(self._name)
         if self._name != "chat_id":
             return own
-        parent = _name(line, "parent_chat_id") if "parent_chat_id" in line else _NO_PARENT
+        parent = line.name("parent_chat_id") if "parent_chat_id" in line else _NO_PARENT
         session = own if parent == _NO_PARENT else self._of_chat.get(parent, parent)
         self._of_chat[own] = session
         return session
-
-
-def _name(line: Line, field: str) -> Hashable:
-    value = line.get(field)
-    if not isinstance(value, int | str):
-        raise line.wrong(f"{field} is neither a number nor text")
-    return value

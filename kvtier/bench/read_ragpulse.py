@@ -3,12 +3,12 @@ one file a component with the tokens of each id.
 
 Components are laid one after the other in the order of the line and cut to blocks of
 `block_tokens`; what input_length has beyond them is the request's own. A block is known by the
-components that it holds a part of, and by all before it. One thread.
+components that it holds a part of, each by its field and id, and by all before it. One thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +36,7 @@ def read_ragpulse(lines: Lines, block_tokens: int | None) -> Trace:
     builder = TraceBuilder("ragpulse", tokens)
     lengths = {field: _lengths(lines.path, field) for field in _COMPONENTS}
     for number, line in enumerate(lines):
-        pieces = _pieces(line, lengths)
+        pieces = _pieces(builder.blocks, line, lengths)
         length = line.count("input_length")
         own = length - sum(size for _, size in pieces)
         if own > 0:
@@ -45,15 +45,17 @@ def read_ragpulse(lines: Lines, block_tokens: int | None) -> Trace:
         builder.add(
             leaf,
             arrival_s=line.seconds("timestamp") * _TICK_S,
-            session=str(line.get("session_id")),
+            session=line.name("session_id"),
             input_tokens=length,
             output_tokens=line.count("output_length"),
         )
     return builder.build()
 
 
-def _pieces(line: Line, lengths: dict[str, dict[int, int]]) -> list[tuple[int, int]]:
-    """(id, tokens) of each component, in their order."""
+def _pieces(
+    blocks: Blocks, line: Line, lengths: dict[str, dict[int, int]]
+) -> list[tuple[int, int]]:
+    """(number, tokens) of each component, in their order."""
     ids = line.get("hash_ids")
     if not isinstance(ids, dict):
         raise line.wrong("hash_ids is no object of components")
@@ -67,7 +69,7 @@ def _pieces(line: Line, lengths: dict[str, dict[int, int]]) -> list[tuple[int, i
         for one in of_field:
             if type(one) is not int or one not in known:
                 raise line.wrong(f"hash_ids: {field} {one!r} is not in its component file")
-            found.append((one, known[one]))
+            found.append((blocks.number((field, one)), known[one]))
     return found
 
 
@@ -100,5 +102,15 @@ def _lengths(path: Path, field: str) -> dict[int, int]:
             f"{path}: no file *{part}.jsonl beside it",
             remedy="keep RAGPulse's component files in the folder of its trace",
         )
-    rows: Iterable[Line] = Lines(files[0])
-    return {line.count(id_field): line.count("token_length") for line in rows}
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise TraceError(
+            f"{path}: several files *{part}.jsonl beside it: {names}",
+            remedy="keep one of them in the folder of the trace",
+        )
+    found: dict[int, int] = {}
+    for line in Lines(files[0]):
+        one, size = line.count(id_field), line.count("token_length")
+        if found.setdefault(one, size) != size:
+            raise line.wrong(f"{id_field} {one} has {size} tokens, and had {found[one]}")
+    return found

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from kvtier.bench.figures import DEFINITIONS
+from kvtier.bench.textbook import TEXTBOOK
+from kvtier.core.policy.forecasting import FORECASTING
 
 __all__ = [
-    "ONE_PASS",
-    "SHARED",
+    "OPTIMUM",
     "csv_text",
     "document",
     "percent",
@@ -24,6 +25,10 @@ __all__ = [
     "token_text",
 ]
 
+OPTIMUM: Final = (
+    "optimum: what the best policy would find in one tier as large as all together; tiers that "
+    "keep copies of each other's pages hold less, and may not reach it"
+)
 #: What of the daemon runs in a replay, in every report.
 SHARED: Final = (
     "Eviction runs the daemon's own policy objects (kvtier.core.policy) over its own table of page "
@@ -34,6 +39,8 @@ ONE_PASS: Final = (
     "Computed in one pass over stack distances, not by the daemon's code: request by request what "
     "its LRU finds, to which tests hold it. Tier gpu stands for an engine's own radix cache."
 )
+_TEXTBOOK: Final = " Not so {names}: of textbooks, in code of their own."
+_FORECASTING: Final = " No daemon can be set to {names} yet."
 _FORMAT: Final = 1
 #: Of the best hit ratio: what the sentence takes for enough.
 _NEARLY: Final = 0.95
@@ -49,10 +56,18 @@ def document(
         "format": _FORMAT,
         "trace": trace,
         "setup": setup,
-        "definitions": DEFINITIONS,
-        "shared_with_the_daemon": ONE_PASS if setup["one_pass"] else SHARED,
+        "definitions": {**DEFINITIONS, "optimum": OPTIMUM.partition(": ")[2]},
+        "shared_with_the_daemon": ONE_PASS if setup["one_pass"] else _shared(results),
         "results": list(results),
     }
+
+
+def _shared(results: Sequence[dict[str, Any]]) -> str:
+    text = SHARED
+    for sentence, kind in ((_TEXTBOOK, TEXTBOOK), (_FORECASTING, FORECASTING)):
+        names = sorted({row["policy"] for row in results} & kind.keys())
+        text += sentence.format(names=", ".join(names)) if names else ""
+    return text
 
 
 def csv_text(results: Sequence[dict[str, Any]]) -> str:
@@ -80,7 +95,7 @@ def sentence(trace: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     """One plain sentence about the smallest cache that does nearly what the best result does."""
     most = max(row["hit_ratio"]["cold"] for row in results)
     enough = [row for row in results if row["hit_ratio"]["cold"] >= _NEARLY * most]
-    row = min(enough, key=_whole)
+    row = min(enough, key=lambda row: (_whole(row), -row["hit_ratio"]["cold"]))
     ratio = row["hit_ratio"]["cold"]
     parts = [f"{_capacity(tier)} of {_NAMES[name]}" for name, tier in row["tiers"].items()]
     sizes = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
@@ -88,10 +103,13 @@ def sentence(trace: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     more = ""
     if _whole(largest) > _whole(row):
         more = f" ({percent(most)} is the most of all sizes tried)"
+    best = "the best policy of that size would reach"
+    if len(row["tiers"]) > 1:
+        best = "the best policy with all of that in one tier, no page twice, would reach"
     return (
         f"With {sizes}, under {row['policy'].upper()}, the hit ratio is {percent(ratio)} of input "
         f"tokens{more}: prefill computes {row['prefill_speedup_ideal']:.3g} times fewer tokens "
-        f"than without a cache; the best policy of that size would reach "
+        f"than without a cache; {best} "
         f"{percent(row['optimum']['cold'])}, and no size more than "
         f"{percent(trace['ceiling']['cold'])}."
     )

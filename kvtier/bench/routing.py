@@ -100,13 +100,12 @@ def route(trace: Trace, fleet: Fleet, progress: Callable[[int], None] | None = N
     arrival, session = trace.arrival_s.tolist(), trace.session.tolist()
     for request, path in enumerate(Paths(trace)):
         replicas.now = arrival[request]
-        at = replicas.choose(path, session[request], int(trace.input_tokens[request]))
+        at = replicas.choose(path, session[request], request)
         chosen[request] = at
-        local[request], shared[request] = replicas.serve(at, path)
-        service[request] = replicas.work(
-            int(trace.input_tokens[request]), int(local[request]), int(shared[request]), len(path)
-        )
-        first[request] = replicas.run(at, service[request])
+        one = slice(request, request + 1)
+        local[one], shared[one] = replicas.serve(at, path)
+        service[one] = replicas.work(request, local[one], shared[one])
+        first[request] = replicas.run(at, float(service[request]))
         if progress is not None and not request % 64:
             progress(request)
     return Routing(
@@ -122,7 +121,7 @@ def route(trace: Trace, fleet: Fleet, progress: Callable[[int], None] | None = N
 class _Replicas:
     def __init__(self, trace: Trace, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._block_tokens = trace.block_tokens
+        self._trace = trace
         self._caches = [
             Cache(trace.parent, fleet.local, fleet.policy) for _ in range(fleet.replicas)
         ]
@@ -152,12 +151,13 @@ class _Replicas:
         cache.store(path[own:])
         return own, end - own
 
-    def work(self, tokens: int, local: int, shared: int, blocks: int) -> float:
-        """Seconds of service."""
-        size = self._block_tokens
-        found = tokens if blocks and local + shared == blocks else (local + shared) * size
-        from_shared = max(0, found - local * size)
-        return (tokens - found + self._fleet.shared_cost * from_shared) / self._fleet.rate
+    def work(self, request: int, local: Ints, shared: Ints) -> Floats:
+        """Seconds of service of a request, for each number of blocks found."""
+        trace, fleet = self._trace, self._fleet
+        own, found = trace.tokens(local, request), trace.tokens(local + shared, request)
+        uncached = trace.input_tokens[request] - found
+        seconds: Floats = (uncached + fleet.shared_cost * (found - own)) / fleet.rate
+        return seconds
 
     def run(self, at: int, service_s: float) -> float:
         """The replica takes the request; seconds until the first token."""
@@ -166,7 +166,7 @@ class _Replicas:
         self._queued[at] += service_s
         return self._free_at[at] - self.now
 
-    def choose(self, path: Ints, session: int, tokens: int) -> int:
+    def choose(self, path: Ints, session: int, request: int) -> int:
         """The replica for a request."""
         router = self._fleet.router
         if router is Router.LEAST:
@@ -183,7 +183,7 @@ class _Replicas:
             found = [cache.prefix(path) for cache in self._caches]
             return found.index(max(found)) if any(found) else self._least()
         if router is Router.KV:
-            return self._cheapest(path, tokens)
+            return self._cheapest(path, request)
         return self._next()
 
     def _next(self) -> int:
@@ -213,14 +213,13 @@ class _Replicas:
         self._home[session] = home = self._least()
         return home
 
-    def _cheapest(self, path: Ints, tokens: int) -> int:
+    def _cheapest(self, path: Ints, request: int) -> int:
         """Tokens of the shared tier count as uncached: its pages are the same for all."""
         self._turn += 1
         n, turn = self._fleet.replicas, self._turn
-        cost = [
-            self.work(tokens, cache.prefix(path), 0, len(path)) + self._waiting(at)
-            for at, cache in enumerate(self._caches)
-        ]
+        found = np.array([cache.prefix(path) for cache in self._caches], np.int32)
+        work = self.work(request, found, np.zeros_like(found)).tolist()
+        cost = [seconds + self._waiting(at) for at, seconds in enumerate(work)]
         return min(range(n), key=lambda at: (cost[at], (at - turn) % n))
 
 

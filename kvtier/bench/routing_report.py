@@ -18,6 +18,7 @@ SERVICE: Final = (
     "token of the shared tier costs {cost:.0%} of that; no decode; arrivals do not slow down under "
     "load, and the router sees all caches as they are."
 )
+_SAME: Final = ("local_tokens", "policy")
 _HEADER: Final = ("router", "replicas", "adoption", "hit", "own", "shared", "busy max/mean",
                   "windowed", "first token p50", "p95")  # fmt: skip
 
@@ -26,8 +27,8 @@ def routed(basis: Basis, done: Routing) -> dict[str, Any]:
     """One router at one size."""
     trace, fleet = basis.trace, done.fleet
     total = int(trace.input_tokens.sum())
-    own = int(trace.tokens(done.local.astype(np.int64)).sum())
-    found = int(trace.tokens((done.local + done.shared).astype(np.int64)).sum())
+    own = int(trace.tokens(done.local).sum())
+    found = int(trace.tokens(done.local + done.shared).sum())
     p50, p95 = np.percentile(done.first_token_s, (50, 95))
     return {
         "router": fleet.router.value,
@@ -64,9 +65,10 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
 
 
 def routing_sentence(results: Sequence[dict[str, Any]]) -> str:
-    """One plain sentence that compares the first router with the best."""
+    """One plain sentence that compares the first router with the best at its size and policy."""
     first = results[0]
-    best = max(results, key=lambda row: float(row["hit_ratio"]))
+    same = [row for row in results if all(row[name] == first[name] for name in _SAME)]
+    best = max(same, key=lambda row: float(row["hit_ratio"]))
     size = token_text(first["local_tokens"])
     if first["shared_tokens"]:
         size += f" and {token_text(first['shared_tokens'])} shared"

@@ -3,8 +3,9 @@
 A block is a node of a tree: it stands for its tokens and for everything before them, so a request
 is known by its last block alone, and equal blocks mean equal KV. Blocks that a request brought are
 numbered one after the other (a run), so a request's blocks are found by walking its runs upwards.
-All is kept in arrays: 12 bytes a block ever seen and 36 bytes a request, however often blocks are
-used. (While a trace is read a dictionary finds blocks, some 150 bytes each; it is dropped then.)
+All is kept in arrays: 12 bytes a block ever seen and 44 bytes a request, however often blocks are
+used. (While a trace is read a dictionary finds blocks, some 150 bytes each; it is dropped then.) A
+Paths holds the last requests of some sessions beside that, of at most `held_max` blocks in all.
 
 A Trace never changes and may be used by any thread; a Paths and a TraceBuilder have one user.
 """
@@ -12,8 +13,10 @@ A Trace never changes and may be used by any thread; a Paths and a TraceBuilder 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +26,14 @@ __all__ = ["NO_BLOCK", "Blocks", "Paths", "Trace", "TraceBuilder"]
 NO_BLOCK = -1
 _ROOT = 0  # in the dictionary of a builder blocks are numbered from 1
 _NO_SESSION = -1
+#: Blocks of paths that are held, 4 bytes each.
+_HELD_MAX: Final = 1 << 22
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+
+
+_ALL: Final = slice(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +48,8 @@ class Trace:
     blocks: Ints  # how many blocks it has
     input_tokens: Longs
     output_tokens: Longs
+    #: Of the input, what the blocks stand for: the rest has no id, and is never found.
+    known_tokens: Longs
     parent: Ints  # of each block: the one before it, or NO_BLOCK
     run: Ints  # of each block: the first of its run
     depth: Ints  # of each block: blocks before it
@@ -67,25 +77,28 @@ class Trace:
         """Of block slots: what a cache that never evicts would hold in the end."""
         return self.blocks_seen * self.block_tokens
 
-    def tokens(self, blocks: Longs) -> Longs:
-        """Of each request, the input tokens in its first `blocks` blocks.
-
-        The last block weighs what is left of the input, so that all blocks weigh all of it.
-        """
-        found: Longs = np.minimum(blocks * self.block_tokens, self.input_tokens)
-        found[blocks == self.blocks] = self.input_tokens[blocks == self.blocks]
+    def tokens(self, blocks: Ints, requests: slice | int = _ALL) -> Longs:
+        """Of each of these requests, the input tokens in its first `blocks` blocks, an array. A
+        last block that is not full weighs what it has."""
+        whole = blocks.astype(np.int64) * self.block_tokens
+        found: Longs = np.minimum(whole, self.known_tokens[requests])
         return found
 
 
 class Paths:
-    """The blocks of each request, from the first to the last."""
+    """The blocks of each request, from the first to the last.
 
-    def __init__(self, trace: Trace) -> None:
+    A session's last path is held, since the next one begins like it; those that were not used for
+    the longest time go when more than `held_max` blocks are held.
+    """
+
+    def __init__(self, trace: Trace, held_max: int = _HELD_MAX) -> None:
         self._trace = trace
+        self._held_max, self._held = held_max, 0
         self._leaf, self._session = trace.leaf.data, trace.session.data
         self._parent, self._run = trace.parent.data, trace.run.data
         self._depth = trace.depth.data
-        self._last: dict[int, Ints] = {}  # of each session: the blocks of its last request
+        self._last: OrderedDict[int, Ints] = OrderedDict()  # by session
 
     def __getitem__(self, request: int) -> Ints:
         block = self._leaf[request]
@@ -105,8 +118,16 @@ class Paths:
             begin = depth[first]
             path[begin:end] = np.arange(first, block + 1)
             block, end = self._parent[first], begin
-        self._last[session] = path
+        self._hold(session, path, known)
         return path
+
+    def _hold(self, session: int, path: Ints, before: int) -> None:
+        last = self._last
+        last[session] = path
+        last.move_to_end(session)
+        self._held += len(path) - before
+        while self._held > self._held_max:
+            self._held -= len(last.popitem(last=False)[1])
 
     def __iter__(self) -> Iterator[Ints]:
         return (self[request] for request in range(self._trace.requests))
@@ -130,10 +151,7 @@ class Blocks:
         return self._texts.setdefault(content, len(self._texts))
 
     def follow(self, ids: Sequence[int], after: int = NO_BLOCK) -> int:
-        """The last block of `ids`, whole numbers that name content, after a block.
-
-        Raises TypeError for an id that is no whole number.
-        """
+        """The last block of `ids`, whole numbers that name content, after a block."""
         known = self._known
         at, i = after + 1, 0
         for i, content in enumerate(ids):
@@ -168,7 +186,7 @@ class TraceBuilder:
         self._arrival = array("d")
         self._session = array("i")
         self._leaf = array("i")
-        self._lengths = array("q")
+        self._lengths = array("q")  # three a request: input, output, known
 
     def add(
         self,
@@ -178,22 +196,26 @@ class TraceBuilder:
         session: Hashable | None,
         input_tokens: int,
         output_tokens: int,
+        known_tokens: int | None = None,
     ) -> None:
-        """`session` None: nothing is known of it; then it must be None for all."""
+        """`session` None: nothing is known of it; then it must be None for all. `known_tokens`:
+        what the blocks stand for, by default all that has room in them."""
         number = _NO_SESSION
         if session is not None:
             number = self._sessions.setdefault(session, len(self._sessions))
         self._leaf.append(leaf)
         self._arrival.append(arrival_s)
         self._session.append(number)
-        self._lengths.append(input_tokens)
-        self._lengths.append(output_tokens)
+        room = 0 if leaf == NO_BLOCK else (self.blocks.depth[leaf] + 1) * self._block_tokens
+        if known_tokens is not None:
+            room = min(room, known_tokens)
+        self._lengths.extend((input_tokens, output_tokens, min(room, input_tokens)))
 
     def build(self, notes: Sequence[str] = ()) -> Trace:
         arrival = np.array(self._arrival, np.float64)
         order = np.argsort(arrival, kind="stable")
         leaf = np.array(self._leaf, np.int32)[order]
-        lengths = np.array(self._lengths, np.int64).reshape(-1, 2)[order]
+        lengths = np.array(self._lengths, np.int64).reshape(-1, 3)[order]
         session = np.array(self._session, np.int32)[order]
         depth = np.array(self.blocks.depth, np.int32)
         blocks = np.where(leaf == NO_BLOCK, 0, depth[leaf] + 1 if len(depth) else 0)
@@ -206,6 +228,7 @@ class TraceBuilder:
             blocks=blocks.astype(np.int32),
             input_tokens=lengths[:, 0].copy(),
             output_tokens=lengths[:, 1].copy(),
+            known_tokens=lengths[:, 2].copy(),
             parent=np.array(self.blocks.parent, np.int32),
             run=np.array(self.blocks.run, np.int32),
             depth=depth,

@@ -67,15 +67,14 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--start-hours",
         type=float,
-        default=8.0,
         metavar="H",
         help="for traces that have times inside a session only: starts are drawn over H hours "
-        "(%(default)g)",
+        "(default: 8)",
     )
     group.add_argument(
-        "--gap-max", type=float, default=3600.0, metavar="S", help="and gaps clipped (%(default)g)"
+        "--gap-max", type=float, metavar="S", help="and gaps clipped to S seconds (default: 3600)"
     )
-    group.add_argument("--seed", type=int, default=1, help="of those starts (%(default)s)")
+    group.add_argument("--seed", type=int, help="of those starts (default: 1)")
 
 
 def _add_tiers(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +88,6 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--capacities",
-        default="",
         metavar="SIZE,SIZE",
         help="host memory alone, of each of these sizes",
     )
@@ -107,9 +105,8 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--write",
-        default="back",
         metavar="NAME,NAME",
-        help="when pages go to nvme: back (default, as the daemon), through, selective",
+        help="when pages go from host to nvme: back (default, as the daemon), through, selective",
     )
     group.add_argument(
         "--untold",
@@ -118,7 +115,7 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model", help="for sizes in bytes: kimi-k2, llama-3.1-8b, ...")
     group.add_argument("--bytes-per-token", type=int, metavar="N")
-    group.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16")
+    group.add_argument("--kv-dtype", choices=("bf16", "fp8"), help="default: bf16")
 
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
@@ -128,20 +125,21 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--replicas", type=int, metavar="N")
     group.add_argument(
         "--router",
-        default="rr",
         metavar="NAME,NAME",
-        help="rr, least, session, session-bounded, prefix, kv",
+        help="rr (default), least, session, session-bounded, prefix, kv",
     )
     group.add_argument(
         "--affinity-adoption",
         type=float,
-        default=1.0,
         metavar="0..1",
-        help="sessions that send their id; the others are routed by rr",
+        help="sessions that send their id (default: 1, all); the others are routed by rr",
     )
     group.add_argument("--shared", metavar="SIZE", help="a tier that all replicas share")
     group.add_argument(
-        "--rate", type=float, default=8000.0, metavar="TOKENS/S", help="prefill of a replica"
+        "--rate",
+        type=float,
+        metavar="TOKENS/S",
+        help="prefill of a replica (default: 8000)",
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.bench.bounds import ceiling
 from kvtier.bench.capacity import Sizes, parse_amount, parse_tiers
 from kvtier.bench.errors import BenchInput
 from kvtier.bench.figures import Basis, ratios, result, summary
+from kvtier.bench.formats import read_trace
 from kvtier.bench.models import KvDtype, bytes_per_token
 from kvtier.bench.replay import ReplayPlan, SimTier, WritePolicy, replay
-from tests.bench.traces import BLOCK, build
+from tests.bench.traces import BLOCK, build, write_lines
 
 # Blocks of 16 tokens; each last block holds 6. The second half is the last two requests.
 REQUESTS = [(0, [1, 2]), (1, [1, 3, 4]), (0, [1, 2]), (2, [9])]
@@ -30,6 +32,35 @@ def test_every_request_counts_with_its_own_tokens(trace):
     assert found.second_half == 22 / (22 + 6)
     assert found.request_mean == pytest.approx((0 + 16 / 38 + 1 + 0) / 4)
     assert found.block_weighted == 3 / 8
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cold"),
+    [
+        ((10, 10), 0.0),  # no block at all: 0 of 0 found is no hit
+        ((600, 600), 512 / 1200),  # 88 tokens after the block, which have no id
+        ((300, 300), 0.5),  # a last block that is not full weighs what it has
+        ((1024, 1030), 1024 / 2054),
+    ],
+)
+def test_tokens_without_a_block_are_never_found(tmp_path, lengths, cold):
+    blocks = {10: 0, 600: 1, 300: 1, 1024: 2, 1030: 2}
+    rows = [
+        {
+            "timestamp": 0,
+            "input_length": length,
+            "hash_ids": [7, 8][: blocks[length]],
+            "block_size": 512,
+        }
+        for length in lengths
+    ]
+    trace = read_trace(write_lines(tmp_path / "trace", rows))
+    found = replay(trace, ReplayPlan(slots={SimTier.HOST: 99}))
+    assert ratios(trace, found.prefix).cold == cold
+    assert ratios(trace, ceiling(trace)).cold == cold
+    for request in range(2):
+        one = found.prefix[request : request + 1]
+        assert trace.tokens(one, request)[0] == trace.tokens(found.prefix)[request]
 
 
 def test_tiers_and_sessions_share_the_hits_without_a_rest(trace):

@@ -7,6 +7,7 @@ import pytest
 
 from kvtier.bench.replay import ReplayPlan, SimTier, replay
 from kvtier.bench.routing import Fleet, Router, route
+from kvtier.bench.trace import TraceBuilder
 from tests.bench.traces import BLOCK, build, conversations
 
 SEEDS = (1, 2)
@@ -25,9 +26,24 @@ def test_one_replica_is_one_cache_whatever_the_router(seed, router):
     alone = replay(trace, ReplayPlan(slots={SimTier.GPU: 60}))
     assert done.local.tolist() == alone.prefix.tolist()
     assert not done.shared.any()
-    missed = trace.input_tokens - trace.tokens(alone.prefix.astype(np.int64))
+    missed = trace.input_tokens - trace.tokens(alone.prefix)
     assert done.service_s.tolist() == pytest.approx((missed / RATE).tolist())
     assert done.imbalance() == done.imbalance_windowed(trace) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("router", Router)
+def test_tokens_without_a_block_are_computed_every_time(router):
+    builder = TraceBuilder("generated", BLOCK)
+    for number in range(2):
+        builder.add(
+            builder.blocks.follow([1, 2]),
+            arrival_s=100.0 * number,
+            session=0,
+            input_tokens=3 * BLOCK,
+            output_tokens=1,
+        )
+    done = route(builder.build(), fleet(router, replicas=1))
+    assert done.service_s.tolist() == pytest.approx([3 * BLOCK / RATE, BLOCK / RATE])
 
 
 def test_first_tokens_wait_their_turn():

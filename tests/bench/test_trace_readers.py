@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtier.bench.arrivals import Arrivals
 from kvtier.bench.errors import TraceError
 from kvtier.bench.formats import ReadOptions, TraceFormat, detect, read_trace
 from kvtier.bench.trace import Paths
@@ -38,6 +38,30 @@ def test_paths_backwards_and_without_their_order(seed):
     paths = Paths(trace)
     for request in reversed(range(trace.requests)):
         assert paths[request].tolist() == upwards(trace, request)
+
+
+@pytest.mark.parametrize("held_max", [0, 30, 200])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_paths_that_hold_little_are_the_same(seed, held_max):
+    trace = build(conversations(seed))
+    for request, path in enumerate(Paths(trace, held_max)):
+        assert path.tolist() == upwards(trace, request)
+
+
+def test_paths_of_many_sessions_over_the_same_blocks_hold_no_more_than_they_may():
+    ids = list(range(2000))
+    trace = build([(session, ids) for session in range(300)])
+    assert trace.blocks_seen == 2000
+    tracemalloc.start()
+    try:
+        paths = Paths(trace, held_max=10_000)
+        for request in range(trace.requests):
+            assert len(paths[request]) == 2000
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # 2.4 MB if each session's were held; 5 paths of 8 KB are, and what Python has around them.
+    assert 40_000 <= held < 200_000
 
 
 def test_equal_ids_after_other_ids_are_other_blocks():
@@ -110,6 +134,38 @@ def test_ids_may_be_text_and_times_may_be_missing(tmp_path):
     assert "no times in the file" in trace.notes[0]
 
 
+def test_ids_of_two_kinds_are_refused(tmp_path):
+    rows = mooncake_rows([(0, [0, 1]), (1, ["a", "b"])])
+    with pytest.raises(TraceError, match=":2: hash_ids are text, and numbers in the lines before"):
+        read_trace(write_lines(tmp_path / "numbers", rows))
+    with pytest.raises(TraceError, match=":2: hash_ids are numbers, and text in the lines before"):
+        read_trace(write_lines(tmp_path / "texts", rows[::-1]))
+    with pytest.raises(TraceError, match=":1: hash_ids has an id that is no whole number"):
+        read_trace(write_lines(tmp_path / "mixed", mooncake_rows([(0, [0, "a"])])))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("timestamp", 7), ("session_id", "s"), ("chat_id", 7), ("block_size", 512)],
+)
+def test_what_only_some_lines_say_is_refused(tmp_path, field, value):
+    rows = mooncake_rows([(0, [1, 2]), (0, [1, 2])])
+    for row in rows:
+        row.pop(field, None)
+    one = {**rows[1], field: value}
+    with pytest.raises(TraceError, match=f":2: field '{field}', and the first line has none"):
+        read_trace(write_lines(tmp_path / "later", [rows[0], one]))
+    with pytest.raises(TraceError, match=f":2: no field '{field}', and the first line has"):
+        read_trace(write_lines(tmp_path / "earlier", [one, rows[0]]))
+
+
+def test_another_block_size_is_refused(tmp_path):
+    rows = mooncake_rows([(0, [1, 2]), (0, [1, 2])], block_size=lambda _: 512)
+    rows[1]["block_size"] = 16
+    with pytest.raises(TraceError, match=":2: block_size is 16, and 512 in the first line"):
+        read_trace(write_lines(tmp_path / "trace", rows))
+
+
 @pytest.mark.parametrize("tokens", [16, 64, 256, 512])
 def test_the_tokens_of_a_block_are_found_out(tmp_path, tokens):
     rows = mooncake_rows(conversations(7))
@@ -128,110 +184,6 @@ def test_sessions_are_those_that_own_the_deepest_block():
     trace = build([(0, ids) for ids in requests], with_sessions=False)
     assert trace.session.tolist() == [0, 1, 0, 1, 2, 3]
     assert trace.notes == ("sessions reconstructed: the file names none",)
-
-
-# -- agent traces ---------------------------------------------------------------------------------
-
-
-def weka_session(
-    requests: list[list[int]], *, scope: str, nested: tuple[int, ...] = ()
-) -> dict[str, object]:
-    entries: list[dict] = []
-    for number, ids in enumerate(requests):
-        entry = {"t": 2.0 * number, "type": "n", "in": len(ids) * 64, "out": 5, "hash_ids": ids}
-        if number in nested:
-            entry = {"t": 2.0 * number, "type": "subagent", "requests": [entry]}
-        entries.append(entry)
-    return {"id": "x", "block_size": 64, "hash_id_scope": scope, "requests": entries}
-
-
-def weka_lists(seed: int) -> list[list[list[int]]]:
-    sessions: dict[int, list[list[int]]] = {}
-    for session, ids in conversations(seed):
-        sessions.setdefault(session, []).append(ids)
-    return list(sessions.values())
-
-
-def joined(sessions: list[list[list[int]]], group: int, *, is_local: bool) -> list:
-    """(session, content of each joined block)."""
-    found = []
-    for number, requests in enumerate(sessions):
-        scope = number if is_local else 0
-        for ids in requests:
-            parts = [tuple(ids[i : i + group]) for i in range(0, len(ids), group)]
-            found.append((number, [hash((scope, part)) for part in parts]))
-    return found
-
-
-@pytest.mark.parametrize("scope", ["local", "global"])
-@pytest.mark.parametrize("layout", ["lines", "folder", "one file on several lines"])
-def test_weka_is_chained_on_reading(tmp_path, scope, layout):
-    sessions = weka_lists(8)
-    if layout == "one file on several lines":
-        sessions = sessions[:1]
-    documents = [weka_session(requests, scope=scope, nested=(1,)) for requests in sessions]
-    path = tmp_path / "trace"
-    if layout == "folder":
-        path.mkdir()
-        for number, found in enumerate(documents):
-            (path / f"{number:03}.json").write_text(json.dumps(found))
-    elif layout == "lines":
-        write_lines(path, documents)
-    else:
-        path.write_text(json.dumps(documents[0], indent=1))
-    trace = read_trace(path, ReadOptions(block_tokens=128, arrivals=Arrivals(hours=0)))
-    assert trace.format == "weka"
-    expected = build(joined(sessions, 2, is_local=scope == "local"))
-    order = np.lexsort((np.arange(trace.requests), trace.session))
-    paths, others = Paths(trace), Paths(expected)
-    pairs: dict[int, int] = {}
-    for i, request in enumerate(order.tolist()):
-        left, right = paths[request].tolist(), others[i].tolist()
-        assert len(left) == len(right)
-        assert all(pairs.setdefault(x, y) == y for x, y in zip(left, right, strict=True))
-    assert len(set(pairs.values())) == len(pairs)
-
-
-def test_the_compact_form_is_the_same_trace(tmp_path):
-    sessions = weka_lists(9)
-    rows: list[dict] = [{"meta": {"block_size": 64}}]
-    for number, requests in enumerate(sessions):
-        before: list[int] = []
-        for turn, ids in enumerate(requests):
-            kept = 0
-            while kept < min(len(before), len(ids)) and before[kept] == ids[kept]:
-                kept += 1
-            ranges = [[i, 1] for i in ids[kept:]]
-            rows.append(
-                {
-                    "s": number,
-                    "t": 2.0 * turn,
-                    "in": len(ids) * 64,
-                    "out": 5,
-                    "k": kept,
-                    "r": ranges,
-                }
-            )
-            before = ids
-    compact = read_trace(write_lines(tmp_path / "compact", rows))
-    documents = [weka_session(requests, scope="global") for requests in sessions]
-    weka = read_trace(write_lines(tmp_path / "weka", documents))
-    assert compact.format == "agent-compact"
-    assert compact.block_tokens == 256
-    assert same_paths(compact, weka)
-    assert np.array_equal(compact.arrival_s, weka.arrival_s)
-
-
-def test_arrivals_clip_gaps_and_follow_the_seed(tmp_path):
-    documents = [weka_session([[1], [1, 2], [1, 2, 3]], scope="local")]
-    documents[0]["requests"][2]["t"] = 10_000.0
-    path = write_lines(tmp_path / "weka", documents)
-    one = read_trace(path, ReadOptions(arrivals=Arrivals(hours=2, gap_max_s=100, seed=4)))
-    two = read_trace(path, ReadOptions(arrivals=Arrivals(hours=2, gap_max_s=100, seed=5)))
-    assert (one.arrival_s - one.arrival_s[0]).tolist() == [0.0, 2.0, 102.0]
-    assert 0 <= one.arrival_s[0] < 7200
-    assert one.arrival_s[0] != two.arrival_s[0]
-    assert one.notes == ("session starts drawn over 2 h (seed 4), idle gaps clipped to 100 s",)
 
 
 # -- ragpulse -------------------------------------------------------------------------------------
@@ -284,6 +236,60 @@ def test_ragpulse_without_its_components(tmp_path):
         read_trace(path)
 
 
+def test_components_of_other_fields_are_other_content(tmp_path):
+    path = ragpulse(tmp_path)
+    write_lines(
+        tmp_path / "ragpulse_5_web_search.jsonl", [{"web_search_id": 1, "token_length": 64}]
+    )
+    rows = [json.loads(line) for line in path.read_text().splitlines()][:2]
+    for row, field in zip(rows, ("sys_prompt", "web_search"), strict=True):
+        row["hash_ids"] = {field: [1]}
+        row["input_length"] = 64
+    trace = read_trace(write_lines(path, rows))
+    assert upwards(trace, 0) != upwards(trace, 1)
+
+
+def test_what_is_a_requests_own_is_no_component(tmp_path):
+    path = ragpulse(tmp_path)
+    row = json.loads(path.read_text().splitlines()[0])
+    none: dict = {**row, "hash_ids": {}, "input_length": 64}
+    # Whatever number the own tokens of a line get, no component of 64 tokens may be the same.
+    sizes = [{"passage_id": one, "token_length": 64} for one in range(8)]
+    write_lines(tmp_path / "ragpulse_2_passages.jsonl", sizes)
+    rows = [none] * 4 + [{**none, "hash_ids": {"passages_ids": [one]}} for one in range(8)]
+    trace = read_trace(write_lines(path, rows))
+    assert trace.blocks_seen == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"), [(None, "session_id is None"), (True, "session_id is True")]
+)
+def test_ragpulse_without_a_session(tmp_path, value, what):
+    path = ragpulse(tmp_path)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["session_id"] = value
+    with pytest.raises(TraceError, match=f":2: {what}, neither a whole number nor text"):
+        read_trace(write_lines(path, rows))
+
+
+def test_ragpulse_with_two_files_of_one_component(tmp_path):
+    path = ragpulse(tmp_path)
+    (tmp_path / "old_history.jsonl").write_text("")
+    match = "several files .* beside it: old_history.jsonl, ragpulse_3_history.jsonl"
+    with pytest.raises(TraceError, match=match):
+        read_trace(path)
+
+
+def test_ragpulse_with_two_lengths_of_one_component(tmp_path):
+    path = ragpulse(tmp_path)
+    rows = [{"history_id": 7, "token_length": size} for size in (11, 12)]
+    write_lines(tmp_path / "ragpulse_3_history.jsonl", rows)
+    with pytest.raises(
+        TraceError, match=r"history\.jsonl:2: history_id 7 has 12 tokens, and had 11"
+    ):
+        read_trace(path)
+
+
 # -- what is malformed ----------------------------------------------------------------------------
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}
@@ -296,6 +302,10 @@ GOOD = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1,
         ("[1, 2]", r"\[1, 2\], not a JSON object"),
         ({**GOOD, "hash_ids": [1, 2.5]}, "an id that is no whole number"),
         ({**GOOD, "hash_ids": [1, None]}, "an id that is no whole number"),
+        ({**GOOD, "hash_ids": [1, True]}, "an id that is no whole number"),
+        ({**GOOD, "hash_ids": [1, 1 << 64]}, "an id of more than 64 bits"),
+        ({**GOOD, "timestamp": "1e99"}, "timestamp is '1e99', not a time"),
+        ({**GOOD, "timestamp": 10**400}, "timestamp is 1000.*, not a time"),
         ({**GOOD, "hash_ids": 7}, "hash_ids is 7, not a list"),
         ({**GOOD, "hash_ids": [1, 2, 3]}, "3 blocks of 512 tokens do not fit input_length 600"),
         ({**GOOD, "hash_ids": []}, "0 blocks of 512 tokens do not fit input_length 600"),
@@ -341,27 +351,3 @@ def test_a_gzip_file_cut_short(tmp_path):
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(TraceError, match=r":\d+: cannot be read"):
         read_trace(path)
-
-
-@pytest.mark.parametrize(
-    ("row", "what"),
-    [
-        ({"k": 3, "r": [[9, 1]]}, "k is 3, and the request before has 2 blocks"),
-        ({"k": 0, "r": [[9]]}, r"r has \[9\], not \[first id, count\]"),
-        ({"k": 0, "r": [[9, 0]]}, r"r has \[9, 0\]"),
-        ({"k": 0, "r": [[9, 1 << 40]]}, "r has "),
-        ({"k": "0", "r": []}, "k is '0', not a whole number"),
-    ],
-)
-def test_a_malformed_row_of_the_compact_form(tmp_path, row, what):
-    first = {"s": 0, "t": 0, "in": 128, "out": 1, "k": 0, "r": [[1, 2]]}
-    path = write_lines(tmp_path / "trace", [{"meta": {"block_size": 64}}, first, {**first, **row}])
-    with pytest.raises(TraceError, match=what) as caught:
-        read_trace(path)
-    assert str(caught.value).startswith(f"{path}:3: ")
-
-
-def test_blocks_that_cannot_be_joined(tmp_path):
-    path = write_lines(tmp_path / "t", [weka_session([[1]], scope="local")])
-    with pytest.raises(TraceError, match="blocks of 64 tokens cannot be joined to blocks of 100"):
-        read_trace(path, ReadOptions(block_tokens=100))

@@ -1,0 +1,246 @@
+"""What `kvtier bench hit-ratio` was asked for, and what of it does not go together.
+
+An option that would change nothing is refused, and all is refused before the first replay; what
+needs no trace is refused before one is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.bench.errors import BenchInput
+from kvtier.bench.formats import TraceFormat
+from kvtier.bench.models import KvDtype, bytes_per_token
+from kvtier.bench.plot import check_name
+from kvtier.bench.replay import SimTier, WritePolicy
+from kvtier.bench.routing import Router
+from kvtier.bench.textbook import TEXTBOOK
+from kvtier.bench.trace import Trace
+from kvtier.core.policy import POLICIES
+from kvtier.core.policy.forecasting import FORECASTING
+from kvtier.errors import MissingExtra
+
+__all__ = ["Options", "check_arrivals", "check_tiers", "given_arrivals"]
+
+_HELP: Final = "see `kvtier bench hit-ratio --help`"
+_TOKEN_BYTES_MAX: Final = 1 << 40
+_BLOCK_TOKENS_MAX: Final = 1 << 30
+_RATE_MIN: Final = 1e-3
+_RATE_MAX: Final = 1e12
+_DRAWN: Final = (TraceFormat.WEKA, TraceFormat.AGENT_COMPACT)
+_BY_SESSION: Final = (Router.SESSION, Router.SESSION_BOUNDED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`token_bytes` None: no model was named."""
+
+    policies: Sequence[str]
+    writes: Sequence[WritePolicy]
+    routers: Sequence[Router]
+    adoption: float
+    rate: float
+    token_bytes: int | None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Options:
+        """Raises BenchInput for what makes no sense whatever the trace is."""
+        for file in (arguments.csv, arguments.plot):
+            _check_place(file)
+        if arguments.plot is not None:
+            check_name(arguments.plot)
+        _check_numbers(arguments)
+        writes = ["back"]
+        if arguments.write is not None:
+            writes = _names(arguments.write, WritePolicy, "write")
+        routers = ["rr"]
+        if arguments.router is not None:
+            routers = _names(arguments.router, Router, "router")
+        found = cls(
+            policies=_policies(arguments.policy),
+            writes=[WritePolicy(name) for name in writes],
+            routers=[Router(name) for name in routers],
+            adoption=1.0 if arguments.affinity_adoption is None else arguments.affinity_adoption,
+            rate=8000.0 if arguments.rate is None else arguments.rate,
+            token_bytes=_token_bytes(arguments),
+        )
+        if arguments.replicas is not None:
+            _refuse(_against_replicas(arguments, found))
+        else:
+            _refuse(_without_replicas(arguments, found))
+        return found
+
+
+def given_arrivals(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of Arrivals that were given."""
+    given = {
+        "hours": arguments.start_hours,
+        "gap_max_s": arguments.gap_max,
+        "seed": arguments.seed,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_arrivals(given: dict[str, Any], trace: Trace) -> None:
+    """Raises BenchInput when starts of sessions were described and the trace has its own."""
+    if given and trace.format not in _DRAWN:
+        raise BenchInput(
+            "--start-hours, --gap-max and --seed are for traces of agents, whose starts are drawn",
+            remedy="leave them out",
+        )
+
+
+def check_tiers(
+    arguments: argparse.Namespace, options: Options, chosen: Sequence[dict[SimTier, int]]
+) -> None:
+    """Raises BenchInput for options that do not go with these tiers."""
+    if arguments.replicas is not None:
+        if any(set(slots) != {SimTier.GPU} for slots in chosen):
+            raise BenchInput(
+                "with --replicas each has a tier gpu alone",
+                remedy="give --tiers gpu=SIZE, and --shared SIZE for what all replicas share",
+            )
+        return
+    several = any(len(slots) > 1 for slots in chosen)
+    textbook = [name for name in options.policies if name in TEXTBOOK]
+    if several and textbook:
+        raise BenchInput(
+            f"policy {textbook[0]} is a textbook's, for one tier alone",
+            remedy="name one tier, or a policy of the daemon",
+        )
+    if several and arguments.one_pass:
+        raise BenchInput(
+            "one pass is for LRU and one tier", remedy="leave out --one-pass, or the rest"
+        )
+    if arguments.write is not None and not any(
+        {SimTier.HOST, SimTier.NVME} <= slots.keys() for slots in chosen
+    ):
+        raise BenchInput(
+            "--write is about nvme below host", remedy="give --tiers host=SIZE,nvme=SIZE"
+        )
+    if arguments.untold and not any(SimTier.GPU in slots and len(slots) > 1 for slots in chosen):
+        raise BenchInput(
+            "--untold is about tiers below gpu", remedy="give --tiers gpu=SIZE,host=SIZE"
+        )
+
+
+def _policies(text: str) -> Sequence[str]:
+    found = _names(text, [*POLICIES, *FORECASTING, *TEXTBOOK], "policy")
+    forecasting = [name for name in found if name in FORECASTING]
+    if forecasting and find_spec("numba") is None:
+        raise MissingExtra(
+            f"policy {forecasting[0]} needs numba", remedy="pip install 'kvtier[bench]'"
+        )
+    return found
+
+
+def _against_replicas(arguments: argparse.Namespace, options: Options) -> Iterable[tuple[str, Any]]:
+    textbook = [name for name in options.policies if name in TEXTBOOK]
+    forecasting = [name for name in options.policies if name in FORECASTING]
+    by_session = any(router in _BY_SESSION for router in options.routers)
+    return (
+        ("--replicas must be from 1 to 4096", not 1 <= arguments.replicas <= 4096),
+        ("--affinity-adoption must be from 0 to 1", not 0 <= options.adoption <= 1),
+        (
+            f"--rate must be from {_RATE_MIN:g} to {_RATE_MAX:g}",
+            not _RATE_MIN <= options.rate <= _RATE_MAX,
+        ),
+        ("--csv and --plot are for one replica", arguments.csv or arguments.plot),
+        ("--replicas needs --tiers gpu=SIZE", not arguments.tiers),
+        ("--capacities is for one replica", arguments.capacities is not None),
+        ("--one-pass is for one replica", arguments.one_pass),
+        ("--write and --untold are for one replica", arguments.write or arguments.untold),
+        (f"policy {(textbook or [''])[0]} is a textbook's, for one replica", textbook),
+        (
+            f"policy {(forecasting or [''])[0]} hears of requests, which --replicas does not tell",
+            forecasting,
+        ),
+        (
+            "--affinity-adoption needs --router session or session-bounded",
+            arguments.affinity_adoption is not None and not by_session,
+        ),
+    )
+
+
+def _without_replicas(arguments: argparse.Namespace, options: Options) -> Iterable[tuple[str, Any]]:
+    return (
+        (
+            "--router and --shared need --replicas",
+            arguments.router is not None or arguments.shared is not None,
+        ),
+        (
+            "--affinity-adoption and --rate need --replicas",
+            arguments.affinity_adoption is not None or arguments.rate is not None,
+        ),
+        ("one pass is for LRU and one tier", arguments.one_pass and options.policies != ["lru"]),
+        (
+            "--write and --untold change nothing with --one-pass",
+            arguments.one_pass and (arguments.write or arguments.untold),
+        ),
+    )
+
+
+def _refuse(faults: Iterable[tuple[str, Any]]) -> None:
+    for what, is_wrong in faults:
+        if is_wrong:
+            raise BenchInput(what, remedy=_HELP)
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    tokens, hours, gap = arguments.block_tokens, arguments.start_hours, arguments.gap_max
+    for name, value, is_wrong in (
+        ("--block-tokens", tokens, tokens is not None and not 1 <= tokens < _BLOCK_TOKENS_MAX),
+        ("--start-hours", hours, hours is not None and not 0 <= hours < 1e6),
+        ("--gap-max", gap, gap is not None and not 0 <= gap < 1e9),
+    ):
+        if is_wrong:
+            raise BenchInput(f"{name} is {_short(value)}", remedy=_HELP)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _check_place(file: Path | None) -> None:
+    """A file that can be written or made: before the minutes of a replay, not after."""
+    if file is None:
+        return
+    place = file if file.exists() else file.parent
+    if place.is_dir() == file.exists() or not os.access(place, os.W_OK):
+        raise BenchInput(
+            f"{file}: cannot be written", remedy="name a file in a folder that can be written to"
+        )
+
+
+def _names(text: str, known: Any, what: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    wrong = [name for name in names if name not in list(known)]
+    if wrong or not names:
+        raise BenchInput(
+            f"{what} {(wrong or [text])[0]!r} is not known",
+            remedy=f"one or more, with commas, of {', '.join(known)}",
+        )
+    return names
+
+
+def _token_bytes(arguments: argparse.Namespace) -> int | None:
+    given: int | None = arguments.bytes_per_token
+    if arguments.kv_dtype is not None and arguments.model is None:
+        raise BenchInput("--kv-dtype needs --model", remedy="name a model, or leave it out")
+    if given is not None:
+        if arguments.model is not None or not 1 <= given < _TOKEN_BYTES_MAX:
+            what = "stands beside --model" if arguments.model is not None else f"is {_short(given)}"
+            raise BenchInput(
+                f"--bytes-per-token {what}", remedy="give one of the two, from 1 to 2^40"
+            )
+        return given
+    if arguments.model is None:
+        return None
+    return bytes_per_token(arguments.model, KvDtype(arguments.kv_dtype or "bf16"))
