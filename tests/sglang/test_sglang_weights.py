@@ -10,6 +10,7 @@ from pool_rig import hashes, pool_with_heads, store_for
 import kvtier
 from kvtier_sglang.layouts import Ranks
 from kvtier_sglang.weights import LoadedWeights
+from tests.forks import daemon_of_its_own
 
 
 class Cache:
@@ -203,6 +204,21 @@ def test_many_updates_leave_two_families(kv, store):
         store.set(hashes(2), [0, 1])
         store.resume(f"r{number}")
     assert pages_of(kv) == {"r10": 0, "r11": 0}
+
+
+def test_updates_without_end_need_no_more_handles(forker):
+    with (
+        daemon_of_its_own(
+            forker, "host.bytes=64MiB", "limits.handles_per_session_max=8"
+        ) as running,
+        kvtier.connect(running.url, deadline=5) as kv,
+    ):
+        store = store_for(kv, pool_with_heads("page_first_direct"))
+        for number in range(2, 52):
+            store.resume(f"r{number}")
+            assert store.set(hashes(1), [0]) == [True], f"update {number}"
+            assert store.exists(hashes(1)) == 1
+        assert pages_of(kv) == {"r50": 0, "r51": 2}
 
 
 def test_ranks_that_are_updated_in_turn_meet_again(kv):
