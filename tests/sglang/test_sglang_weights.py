@@ -9,7 +9,7 @@ from pool_rig import hashes, pool_with_heads, store_for
 
 import kvtier
 from kvtier_sglang.layouts import Ranks
-from kvtier_sglang.weights import LoadedWeights
+from kvtier_sglang.weights import LoadedWeights, Outcome
 from tests.forks import daemon_of_its_own
 
 
@@ -41,11 +41,11 @@ def cache(weights):
     return made
 
 
-def update(weights, version, *, is_done=True, is_flushed=True):
+def update(weights, version, outcome=Outcome.DONE, *, is_flushed=True):
     weights.change_begins()
     if is_flushed:
         weights.flushed()
-    weights.change_ends(version, is_done=is_done)
+    weights.change_ends(version, outcome)
 
 
 def test_an_update_with_a_version_has_its_name(weights, cache):
@@ -65,7 +65,7 @@ def test_updates_without_a_version_have_names_of_their_own(weights, cache):
 
 
 def test_a_failed_update_is_not_called_what_it_should_have_become(weights, cache):
-    update(weights, "v2", is_done=False)
+    update(weights, "v2", Outcome.DOUBTFUL)
     assert cache.weights not in ("", "v2", None)
 
 
@@ -110,7 +110,7 @@ def test_a_session_of_many_parts_is_one_update(weights, cache):
 
 def test_a_session_with_a_part_that_failed_or_none_has_a_new_name(weights, cache):
     weights.session_begins()
-    update(weights, "v2", is_done=False)
+    update(weights, "v2", Outcome.DOUBTFUL)
     update(weights, "v2")
     weights.session_ends(is_clean=True)
     failed = cache.weights
@@ -136,6 +136,59 @@ def test_a_name_given_later_moves_what_is_settled_alone(weights, cache):
     assert cache.weights is None
     weights.flushed()
     assert cache.weights == "v3"
+
+
+def test_a_name_given_after_a_failed_update_is_not_shared(weights, cache):
+    update(weights, "v2", Outcome.DOUBTFUL)
+    failed = cache.weights
+    weights.named("v2")
+    assert cache.weights not in ("v2", failed)
+    assert failed in cache.weights, "still no other weights have it"
+    weights.session_begins()
+    update(weights, None, Outcome.DOUBTFUL)
+    weights.session_ends(is_clean=True)
+    weights.named("v2")
+    assert cache.weights != "v2"
+    update(weights, "v2")
+    assert cache.weights == "v2"
+
+
+def test_a_session_that_failed_on_another_rank_is_not_shared(weights, cache):
+    weights.session_begins()
+    update(weights, "v2")
+    assert weights.session is Outcome.DONE
+    weights.session_ends(Outcome.DOUBTFUL, is_clean=True)
+    assert cache.weights not in ("v2", "", None)
+
+
+def test_an_update_that_changed_nothing_leaves_the_name(weights, cache):
+    update(weights, "v1")
+    update(weights, "typo", Outcome.UNTOUCHED, is_flushed=False)
+    assert cache.told == [None, "v1", None, "v1"]
+    update(weights, "v2", Outcome.DOUBTFUL, is_flushed=False)
+    update(weights, "typo", Outcome.UNTOUCHED, is_flushed=False)
+    assert cache.weights is None, "KV of both weights is still there"
+    weights.flushed()
+    assert cache.weights not in ("v1", "v2", "typo")
+    weights.named("v2")
+    assert cache.weights != "v2", "and they are as doubtful as before"
+
+
+def test_what_was_not_seen_is_a_miss_until_a_flush_and_shared_with_nobody(weights, cache):
+    weights.launched_as("server")
+    sibling = LoadedWeights()
+    sibling.launched_as("server")
+    update(weights, "v1")
+    weights.lost()
+    assert cache.weights is None
+    update(weights, None, Outcome.UNTOUCHED, is_flushed=False)
+    assert cache.weights is None
+    weights.flushed()
+    assert cache.weights not in ("v1", "", None)
+    update(weights, None)
+    for _ in range(4):
+        update(sibling, None)
+        assert sibling.name != cache.weights
 
 
 def test_a_cache_that_has_gone_is_told_nothing(weights, cache):
