@@ -456,10 +456,11 @@ def test_what_is_owed_is_bounded():
 
 
 class Hold:
-    """Holds one thread before one of its calls."""
+    """Holds one thread before or after one of its calls."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, *, is_before: bool) -> None:
         self._left = after
+        self.is_before = is_before
         self.entered, self.go = threading.Event(), threading.Event()
 
     def passes(self) -> None:
@@ -481,9 +482,13 @@ def test_what_is_stored_while_weights_change_keeps_its_name(kv, seed, monkeypatc
     put = kvtier.client.Namespace.put
 
     def held(*args, **options):
-        if hold := holds.get(threading.current_thread()):
+        hold = holds.get(threading.current_thread())
+        if hold and hold.is_before:
             hold.passes()
-        return put(*args, **options)
+        result = put(*args, **options)
+        if hold and not hold.is_before:
+            hold.passes()
+        return result
 
     monkeypatch.setattr(kvtier.client.Namespace, "put", held)
     store = store_for(kv, pool)
@@ -496,15 +501,19 @@ def test_what_is_stored_while_weights_change_keeps_its_name(kv, seed, monkeypatc
     before = pages_made_by(1)
     for number in range(2, 7):
         # Two parts a page: sometimes in the middle of one.
-        hold = Hold(chance.randrange(16))
+        hold = Hold(chance.randrange(16), is_before=chance.random() < 0.3)
         writer = threading.Thread(target=store.set, args=(hashes(8), before))
         holds[writer] = hold
         writer.start()
         assert hold.entered.wait(WAIT_S)
         store.pause()
-        if chance.random() < 0.5:
+        goes_on = chance.choice(["at once", "after the resume", "after the next set"])
+        if goes_on == "at once":
             hold.go.set()
         store.resume(f"r{number}")
+        if goes_on == "after the resume":
+            hold.go.set()
+            writer.join()
         after = pages_made_by(number)
         assert store.set(hashes(8), after) == [True] * 8
         hold.go.set()
