@@ -28,7 +28,7 @@ from kvtier_sglang.sglang_api import (
     StorageMetrics,
     served_model,
 )
-from kvtier_sglang.store import PageStore
+from kvtier_sglang.store import PageStore, StoreState
 from kvtier_sglang.weights import WEIGHTS
 
 __all__ = ["KvTierHiCacheStorage"]
@@ -202,6 +202,11 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """Deletes every page of this model, in all tiers, also those of other servers of it."""
         if self._store is not None:
             self._store.clear()
+
+    @property
+    def state(self) -> StoreState | None:
+        """Whether pages can be found now, and why not; None before a host pool is registered."""
+        return None if self._store is None else self._store.state
 
     @answers(_nothing)
     def get_stats(self) -> Any:

@@ -7,11 +7,12 @@ fails is a cache that has nothing. Usable from any thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-__all__ = ["answers"]
+__all__ = ["answers", "kept_inside"]
 
 log = logging.getLogger(__name__)
 
@@ -34,3 +35,13 @@ def answers(instead: Callable[..., T]) -> Callable[[Callable[P, T]], Callable[P,
         return guarded
 
     return guard
+
+
+@contextmanager
+def kept_inside(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Around what may raise and must not: then `what` is logged, and `otherwise` is done."""
+    try:
+        yield
+    except Exception:
+        log.exception("kvtier: %s failed", what)
+        otherwise()

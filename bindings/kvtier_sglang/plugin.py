@@ -2,8 +2,9 @@
 of each of its processes.
 
 What it hooks tells kvtier_sglang.weights of online updates and of flushes. Each hook calls what it
-hooks exactly once and passes on what that returns or raises. Only processes that have a scheduler
-are hooked; without a kvtier backend the hooks keep a name up to date and do nothing else.
+hooks exactly once and passes on what that returns or raises; nothing of its own reaches the
+scheduler. Only processes that have a scheduler are hooked; without a kvtier backend the hooks keep
+a name up to date and do nothing else: ranks are not asked then.
 
 Hooks run in the scheduler's thread. Written for SGLang 0.5.23; what an older one does not have is
 left out.
@@ -14,12 +15,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_serving
+from sglang.srt.runtime_context import get_parallel, get_serving
 
-from kvtier_sglang.weights import WEIGHTS
+from kvtier_sglang.agreement import agreed
+from kvtier_sglang.border import kept_inside
+from kvtier_sglang.weights import WEIGHTS, Outcome
 
 __all__ = ["register"]
 
@@ -33,6 +37,9 @@ _UPDATES: Final = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
+#: How SGLang's refusals end and begin that come before any weight is looked at.
+_NO_SESSION: Final = "must run between begin_weight_update() and end_weight_update()"
+_NOTHING_TO_LOAD: Final = ("Failed to get weights iterator:", "Failed to get model loader:")
 
 
 def register() -> None:
@@ -58,68 +65,147 @@ def register() -> None:
 
 def launch(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
     """Around the making of a scheduler: the file of its server's socket is new at every launch."""
-    ports = options.get("port_args", args[1] if len(args) > 1 else None)
-    socket = str(getattr(ports, "scheduler_input_ipc_name", ""))
-    if socket.startswith("ipc://"):
-        WEIGHTS.launched_as(f"{socket.removeprefix('ipc://')} {getattr(ports, 'nccl_port', '')}")
+    with _guarded("the launch"):
+        ports = options.get("port_args", args[1] if len(args) > 1 else None)
+        socket = str(getattr(ports, "scheduler_input_ipc_name", ""))
+        if socket.startswith("ipc://"):
+            name = f"{socket.removeprefix('ipc://')} {getattr(ports, 'nccl_port', '')}"
+            WEIGHTS.launched_as(name)
     return original(scheduler, *args, **options)
 
 
 def update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Around update_weights_from_*: `request.weight_version` is what the new weights are called."""
-    version = request.weight_version
-    if version == get_serving().weight_version:
-        version = None  # the name of the weights before
-    path = getattr(request, "model_path", None)
-    if version is not None and path is not None:
-        version = f"{version} from {path}"
-    WEIGHTS.change_begins()
-    is_done = False
+    version, outcome = None, Outcome.DOUBTFUL
+    # The same on all ranks, whatever fails here: whether they are asked hangs on it.
+    is_part = getattr(manager, "_session", None) is not None
+    with _guarded("the beginning of an update"):
+        WEIGHTS.change_begins()
+        version = _version_of(request)
     try:
         output = original(manager, request)
-        is_done = bool(output.success)
+        with _guarded("the outcome of an update"):
+            outcome = _outcome_of(manager, request, output)
+        if not is_part:
+            outcome = _of_all_ranks(manager, outcome)
     finally:
-        WEIGHTS.change_ends(version, is_done=is_done)
+        with _guarded("the end of an update"):
+            WEIGHTS.change_ends(version, outcome)
     return output
 
 
 def begin_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Around begin_weight_update."""
-    output = original(manager, request)
-    if output.success:
-        WEIGHTS.session_begins()
+    try:
+        output = original(manager, request)
+    except BaseException:
+        WEIGHTS.lost()  # some weights may have been unpacked
+        raise
+    with _guarded("the beginning of a session"):
+        if output.success:
+            WEIGHTS.session_begins()
     return output
 
 
 def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Around end_weight_update, which changes weights once more, or for the first time."""
-    output = original(manager, request)
-    if output.success:
-        WEIGHTS.session_ends(is_clean=_has_no_kv(manager.scheduler))
+    try:
+        output = original(manager, request)
+    except BaseException:
+        WEIGHTS.lost()
+        raise
+    if getattr(output, "success", False):
+        outcome = _of_all_ranks(manager, WEIGHTS.session)
+        is_clean = False
+        with _guarded("what is cached at the end of a session"):
+            is_clean = _has_no_kv(manager.scheduler)
+        with _guarded("the end of a session"):
+            WEIGHTS.session_ends(outcome, is_clean=is_clean)
     return output
 
 
 def flush(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
     """Around flush_cache."""
     is_flushed = original(scheduler, *args, **options)
-    if is_flushed:
-        WEIGHTS.flushed()
+    with _guarded("a flush"):
+        if is_flushed:
+            WEIGHTS.flushed()
     return is_flushed
 
 
 def name_weights(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     """Around /update_weight_version."""
-    before = get_serving().weight_version
+    before = None
+    with _guarded("the present version"):
+        before = get_serving().weight_version
     output = original(scheduler, request)
-    if request.new_version not in (None, before):
-        WEIGHTS.named(request.new_version)
+    with _guarded("a new version"):
+        if request.new_version not in (None, before):
+            WEIGHTS.named(request.new_version)
     return output
 
 
+def _guarded(what: str) -> AbstractContextManager[None]:
+    """Nothing that goes wrong here reaches the scheduler; what was not seen is in doubt, and all
+    pages are misses until a flush.
+    """
+    return kept_inside(f"seeing {what}", WEIGHTS.lost)
+
+
+def _version_of(request: Any) -> str | None:
+    """What the new weights are to be called, None if nobody said."""
+    version: str | None = request.weight_version
+    if version == get_serving().weight_version:
+        return None  # the name of the weights before
+    path = getattr(request, "model_path", None)
+    return version if version is None or path is None else f"{version} from {path}"
+
+
+def _outcome_of(manager: Any, request: Any, output: Any) -> Outcome:
+    """On this rank. UNTOUCHED only where SGLang returns before it has looked at a weight."""
+    if output.success:
+        return Outcome.DONE
+    message = str(output.message)
+    if message.endswith(_NO_SESSION):
+        return Outcome.UNTOUCHED
+    # With a draft model the weights of the target were loaded when the draft's cannot be.
+    is_only_one = len(manager._select_runners()) == 1
+    if hasattr(request, "model_path") and is_only_one and message.startswith(_NOTHING_TO_LOAD):
+        return Outcome.UNTOUCHED
+    return Outcome.DOUBTFUL
+
+
+def _of_all_ranks(manager: Any, outcome: Outcome) -> Outcome:
+    """DOUBTFUL where they cannot be asked: then a name of this server alone is right, for it says
+    no more than which of its updates this was.
+
+    Stages of a pipeline are not asked: SGLang gives one an update when the stage before is through.
+    """
+    found = Outcome.DOUBTFUL
+    with _guarded("what other ranks say of an update"):
+        parallel = get_parallel()
+        if parallel.pp_size > 1:
+            return found
+        if parallel.tp_size == 1:
+            return outcome
+        if WEIGHTS.has_cache:
+            found = agreed(outcome, manager.tp_cpu_group)
+    return found
+
+
 def _has_no_kv(scheduler: Any) -> bool:
-    """Whether no request runs and the tree is empty. False where that cannot be seen."""
-    sizes = getattr(scheduler.tree_cache, "total_size", lambda: None)()
+    """Whether no request runs, the tree is empty and no page of the host pool is taken. False where
+    that cannot be seen.
+    """
+    tree = scheduler.tree_cache
+    sizes = getattr(tree, "total_size", lambda: None)()
     if sizes is None:
         return False
-    total = sum(sizes) if isinstance(sizes, tuple) else sizes
-    return total == 0 and bool(scheduler.is_fully_idle(ignore_waiting=True))
+    on_device = sum(sizes) if isinstance(sizes, tuple) else sizes
+    # The tree's size is that on the device; what was moved out of it is on the host alone.
+    controller = getattr(tree, "cache_controller", None)
+    if controller is not None:
+        pool = controller.mem_pool_host
+        if pool.available_size() != pool.logical_size:
+            return False
+    return on_device == 0 and bool(scheduler.is_fully_idle(ignore_waiting=True))

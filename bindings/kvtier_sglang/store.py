@@ -4,7 +4,8 @@ Promise: every method answers within its deadline, for each key; a page counts a
 its objects is, and as got when each was verified where it now lies in the pool. What a get does not
 report may hold anything. When a method has returned, nothing reads or writes the pool any more.
 Between `pause` and `resume` everything is a miss, and what a call that began before the pause still
-stores belongs to the weights before.
+stores belongs to the weights before. A resume that the daemon refuses is tried again once a second,
+by whatever call comes next.
 
 The copies are made by the calling thread where the daemon's memory is shared, else by the
 connection's; either way the client waits for its own writes. A daemon that has gone silent is asked
@@ -21,19 +22,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 import kvtier
 from kvtier import Layout
 from kvtier.client import Connection, Namespace
 from kvtier_sglang.layouts import PartLayout
+from kvtier_sglang.leaving import Leaving, Left
 from kvtier_sglang.meters import Meter
 from kvtier_sglang.options import Options
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PageStore"]
+__all__ = ["PageStore", "StoreState"]
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,26 @@ class _Part:
 
     namespace: Namespace
     rows: torch.Tensor
+    #: None where the daemon was not there when it was opened.
+    first_generation: int | None
+
+    @property
+    def left(self) -> Left:
+        now = self.namespace.generation
+        first = now if self.first_generation is None else self.first_generation
+        return Left(layout=self.namespace.layout, first_generation=first, generation=now)
+
+
+class StoreState(Enum):
+    """Why everything is a miss, or that it need not be."""
+
+    OPEN = "open"
+    #: Weights are being updated, or KV of others is left in SGLang.
+    PAUSED = "paused"
+    #: Resumed, and the daemon has not let it open the namespaces yet; it is asked once a second.
+    WAITING = "waiting"
+    #: The daemon has other weights under this family; it is asked once a second.
+    REFUSED = "refused"
 
 
 class _Budget:
@@ -86,16 +109,29 @@ class PageStore:
         self._salt = options.salt.encode()
         self._layouts = [part.layout for part in parts]
         self._rows = [rows[part.buffer] for part in parts]
+        self._leaving = Leaving(connection, tenant=options.tenant, salt=self._salt)
         self._reopening = threading.Lock()
         self._reopens_at = 0.0
         self._is_refused = False
-        #: Of the weights before those before: nobody who is up to date has them any more.
-        self._left: list[Layout] = []
+        #: Between the thread that pauses and one that opens: what was opened meanwhile is not used.
+        self._switching = threading.Lock()
+        self._is_wanted = True
+        self._switches = 0
+        self._opens_at = 0.0
+        self._opening = threading.Lock()
+        #: Of the weights that are served, or were before the pause.
+        self._bound: list[_Part] = self._opened(self._layouts, options.get_deadline)
         #: None while paused. A call looks once, and goes on with what it saw.
-        self._parts: list[_Part] | None = self._opened(options.get_deadline)
+        self._parts: list[_Part] | None = self._bound
         self.page_bytes = sum(layout.raw_bytes for layout in self._layouts)
         self.got = Meter()
         self.put = Meter()
+
+    @property
+    def state(self) -> StoreState:
+        if self._parts is None:
+            return StoreState.WAITING if self._is_wanted else StoreState.PAUSED
+        return StoreState.REFUSED if self._is_refused else StoreState.OPEN
 
     def exists(self, hashes: Sequence[str]) -> int:
         """How many pages from the first on are there now.
@@ -104,7 +140,7 @@ class PageStore:
         early more often than not: so a few are looked up first, then ever more.
         """
         budget = _Budget(self._options.exists_deadline)
-        parts: Sequence[_Part] = self._parts or ()
+        parts = self._present()
         done, step = 0, _LOOKUP_FIRST
         while done < len(hashes) and self._is_open(parts):
             some = parts[0].namespace.keys_from(hashes[done : done + step])
@@ -144,71 +180,105 @@ class PageStore:
         not answer.
         """
         for layout in self._layouts:
-            self._delete(layout, self._options.set_deadline)
+            with suppress(kvtier.UnknownNamespace):  # nobody has opened it
+                self._connection.delete_namespace(
+                    layout,
+                    tenant=self._options.tenant,
+                    salt=self._salt,
+                    deadline=self._options.set_deadline,
+                )
         for part in self._parts or ():
             part.namespace.reopen(deadline=self._options.set_deadline)
 
     def pause(self) -> None:
         """Everything is a miss, and nothing is stored, until `resume`."""
-        self._parts = None
+        with self._switching:
+            self._switches += 1
+            self._is_wanted, self._parts = False, None
 
     def resume(self, weights_revision: str) -> None:
         """Goes on with the pages of these weights. If they are others than before, the pages of
         those before are ended, of all ranks and servers: whoever still has those weights stores
-        them anew. Where the daemon does not answer they stay; their family names their weights.
-
-        Raises LayoutError, NamespaceMismatch; then it stays paused.
+        them anew. Where the daemon does not answer they stay until it does, and as long nothing is
+        found under their name here.
         """
         budget = _Budget(self._options.set_deadline)
         if weights_revision != self._layouts[0].weights_revision:
             self.pause()
-            self._leave(budget)
-            self._layouts = [
+            self._leaving.leave(
+                [part.left for part in self._bound]
+                or [
+                    Left(layout=layout, first_generation=None, generation=None)
+                    for layout in self._layouts
+                ],
+                to_revision=weights_revision,
+                deadline=budget.left,
+            )
+            layouts = [
                 replace(layout, weights_revision=weights_revision) for layout in self._layouts
             ]
-        if self._parts is None:
-            self._parts = self._opened(max(budget.left, self._options.exists_deadline))
-            self._is_refused = False
+            with self._switching:
+                self._layouts, self._bound = layouts, []
+        with self._switching:
+            # Whoever began to open before the update must not go on with what that was.
+            self._switches += 1
+            self._is_wanted = True
+        self._open(max(budget.left, self._options.exists_deadline))
 
-    def _leave(self, budget: _Budget) -> None:
-        """Bumps the present namespaces; deletes those left before, so that a server whose weights
-        are updated all the time leaves two families in the daemon and not thousands.
+    def _present(self) -> Sequence[_Part]:
+        """What a call goes on with: nothing while it is paused. Settles what is owed, and opens
+        what could not be opened, once a second.
         """
-        try:
-            for layout in self._left:
-                self._delete(layout, budget.left)
-            for layout in self._layouts:
-                with suppress(kvtier.UnknownNamespace, kvtier.GenerationConflict):
-                    self._connection.bump_namespace(
-                        layout, tenant=self._options.tenant, salt=self._salt, deadline=budget.left
-                    )
-        except (kvtier.KvtierError, ValueError) as error:
-            log.warning("kvtier: pages of the weights before stay until evicted: %s", str(error))
-        self._left = self._layouts
+        parts = self._parts
+        is_due = parts is None or not self._leaving.is_settled
+        if (
+            is_due
+            and self._is_wanted
+            and time.monotonic() >= self._opens_at
+            and self._opening.acquire(blocking=False)
+        ):
+            try:
+                self._opens_at = time.monotonic() + _REOPEN_S
+                self._leaving.settle(self._options.exists_deadline)
+                self._open(self._options.exists_deadline)
+            finally:
+                self._opening.release()
+        return self._parts or ()
 
-    def _delete(self, layout: Layout, deadline: float) -> None:
-        # Unknown: nobody has opened it, or another rank was quicker.
-        with suppress(kvtier.UnknownNamespace):
-            self._connection.delete_namespace(
+    def _open(self, deadline: float) -> None:
+        """Binds to the present weights, if the daemon lets it and no pages of before are there."""
+        with self._switching:
+            switches, layouts = self._switches, self._layouts
+            if self._parts is not None or not self._is_wanted or self._leaving.owes(layouts):
+                return
+        try:
+            opened = self._opened(layouts, deadline)
+        except kvtier.KvtierError as error:
+            if not self._is_refused:
+                log.warning("kvtier: all pages are misses: %s (%s)", str(error), error.remedy)
+            self._is_refused = True
+            return
+        with self._switching:
+            if switches == self._switches:
+                self._bound = self._parts = opened
+                self._is_refused = False
+
+    def _opened(self, layouts: Sequence[Layout], deadline: float) -> list[_Part]:
+        made = []
+        for layout, rows in zip(layouts, self._rows, strict=True):
+            namespace = self._connection.namespace(
                 layout, tenant=self._options.tenant, salt=self._salt, deadline=deadline
             )
-
-    def _opened(self, deadline: float) -> list[_Part]:
-        return [
-            _Part(
-                namespace=self._connection.namespace(
-                    layout, tenant=self._options.tenant, salt=self._salt, deadline=deadline
-                ),
-                rows=rows,
+            made.append(
+                _Part(namespace=namespace, rows=rows, first_generation=namespace.generation)
             )
-            for layout, rows in zip(self._layouts, self._rows, strict=True)
-        ]
+        return made
 
     def _get(
         self, hashes: Sequence[str], memory: Sequence[tuple[_Memory, Sequence[int] | None]]
     ) -> list[bool]:
         budget = _Budget(self._options.get_deadline)
-        if not (parts := self._parts or ()):
+        if not (parts := self._present()):
             return [False] * len(hashes)
         keys = parts[0].namespace.keys_from(hashes)
 
@@ -236,25 +306,26 @@ class PageStore:
         before: Sequence[str],
     ) -> list[bool]:
         budget = _Budget(self._options.set_deadline)
-        if not (parts := self._parts or ()):
+        if not (parts := self._present()):
             return [False] * len(hashes)
         keys = parts[0].namespace.keys_from(hashes)
         last_before = next(iter(parts[0].namespace.keys_from(before[-1:])), None)
 
         def ask(number: int, begin: int, end: int) -> int:
             rows, places = memory[number]
-            return (
-                parts[number]
-                .namespace.put(
-                    keys[begin:end],
-                    rows if places is not None else rows[begin:end],
-                    at=None if places is None else places[begin:end],
-                    parent=keys[begin - 1] if begin else last_before,
-                    depth=len(before) + begin,
-                    deadline=budget.left,
-                )
-                .prefix
+            namespace = parts[number].namespace
+            stored = namespace.put(
+                keys[begin:end],
+                rows if places is not None else rows[begin:end],
+                at=None if places is None else places[begin:end],
+                parent=keys[begin - 1] if begin else last_before,
+                depth=len(before) + begin,
+                deadline=budget.left,
             )
+            if kvtier.PutCode.STALE_GENERATION in stored.reasons:
+                # The client takes it from a lookup alone that the namespace has ended.
+                namespace.lookup(keys[begin : begin + 1], deadline=self._options.exists_deadline)
+            return stored.prefix
 
         count = self._in_runs(parts, len(keys), budget, ask)
         self.put.add(count, count * self.page_bytes, budget.spent)

@@ -112,6 +112,7 @@ class Node:
             sessions_max=limits.sessions_max,
             handles_per_session_max=limits.handles_per_session_max,
             on_end=self._session_ended,
+            has_ended=lambda place: self.registry.family_of(place.namespace) is None,
         )
         self.scrubber = Scrubber(
             ScrubParts(

@@ -2,7 +2,10 @@
 
 Ids are random 64-bit numbers of this boot, so that an id of an earlier daemon is unknown and never
 somebody else's. A session without a call for the configured time is closed by the reaper; a call
-under way holds it open. Used on the event loop's thread alone; time comes in from the clock given.
+under way holds it open. Handles of what has ended (a namespace that was bumped or deleted) take no
+place from those of what is there; the last of them go on to lead to what they were opened for, so
+that their holder hears that it has ended. Used on the event loop's thread alone; time comes in from
+the clock given.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ class Handle(Generic[T]):
 
 @dataclass(slots=True, kw_only=True)
 class Session(Generic[T]):
-    """One client. `handles` by their ids, `by_bound` by what they were opened for."""
+    """One client. `handles` by their ids, `by_bound` by what they were opened for; `ended` are
+    those of what had ended when their place was needed, the oldest first.
+    """
 
     session_id: int
     client_name: str
@@ -39,10 +44,13 @@ class Session(Generic[T]):
     calls: int = 0
     handles: dict[int, Handle[T]] = field(default_factory=dict)
     by_bound: dict[T, Handle[T]] = field(default_factory=dict)
+    ended: dict[int, Handle[T]] = field(default_factory=dict)
 
 
 class Sessions(Generic[T]):
-    """All sessions. `on_end` is called once for each session that ends, after it is gone."""
+    """All sessions. `on_end` is called once for each session that ends, after it is gone;
+    `has_ended` says whether what a handle was opened for is gone for good.
+    """
 
     def __init__(
         self,
@@ -52,12 +60,14 @@ class Sessions(Generic[T]):
         sessions_max: int,
         handles_per_session_max: int,
         on_end: Callable[[Session[T], str], None],
+        has_ended: Callable[[T], bool],
     ) -> None:
         self._clock = clock
         self._ttl_s = ttl_s
         self._sessions_max = sessions_max
         self._handles_max = handles_per_session_max
         self._on_end = on_end
+        self._has_ended = has_ended
         self._sessions: dict[int, Session[T]] = {}
         self._handles: dict[int, Handle[T]] = {}
 
@@ -106,6 +116,8 @@ class Sessions(Generic[T]):
         if known is not None:
             return known
         if len(session.handles) >= self._handles_max:
+            self._set_aside(session)
+        if len(session.handles) >= self._handles_max:
             raise LimitExceeded(
                 f"the session has {self._handles_max} handles, the most of one session "
                 "(limits.handles_per_session_max)",
@@ -147,7 +159,7 @@ class Sessions(Generic[T]):
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
-        for handle_id in session.handles:
+        for handle_id in (*session.handles, *session.ended):
             del self._handles[handle_id]
         self._on_end(session, why)
         return True
@@ -163,6 +175,19 @@ class Sessions(Generic[T]):
         for session_id in idle:
             self.end(session_id, "idle")
         return len(idle)
+
+    def _set_aside(self, session: Session[T]) -> None:
+        """Makes room: handles of what has ended don't count, and the oldest of them go, so that
+        there are never more of them than of those that count.
+        """
+        for handle in [one for one in session.handles.values() if self._has_ended(one.bound)]:
+            del session.handles[handle.handle_id]
+            del session.by_bound[handle.bound]
+            session.ended[handle.handle_id] = handle
+        while len(session.ended) > self._handles_max:
+            oldest = next(iter(session.ended))
+            del session.ended[oldest]
+            del self._handles[oldest]
 
     def end_all(self) -> None:
         for session_id in list(self._sessions):

@@ -16,6 +16,7 @@ from raw_calls import (
     put_page,
 )
 
+import kvtier
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment, Shard
 from kvtier.transfer.messages import layout_to_proto
 from kvtier.v1 import page_pb2, pages_pb2
@@ -57,6 +58,29 @@ def test_opening_again_is_the_same_handle(make_daemon):
         assert list(raw.lookup(first, [key_of(1)]).codes) == [STALE]
         raw.session = 0
         assert raw.open(shard(0)).handle != new.handle, "another session has handles of its own"
+
+
+@pytest.mark.parametrize("end", ["bump", "delete"])
+def test_handles_of_namespaces_that_have_ended_do_not_count(make_daemon, end):
+    """A client that lives long and goes from one namespace to the next never runs out of them."""
+    daemon = make_daemon("limits.handles_per_session_max=8").start()
+    with RawClient(daemon.url) as raw, kvtier.connect(daemon.url, deadline=5) as kv:
+        kept = raw.open(opaque_layout(), tenant="kept")
+        handles = []
+        for number in range(50):
+            layout, tenant = opaque_layout(), "t" if end == "bump" else f"t{number}"
+            handles.append(raw.open(layout, tenant=tenant))
+            ns = kv.namespace(layout, tenant=tenant)
+            if end == "bump":
+                kv.bump_namespace(layout, tenant=tenant)
+            else:
+                kv.delete_namespace(layout, tenant=tenant)
+            assert ns.lookup([key_of(1)]).reasons == [kvtier.GetCode.STALE]
+        assert list(raw.lookup(handles[-8], [key_of(1)]).codes) == [STALE]
+        fails(lambda: raw.lookup(handles[0], [key_of(1)]), grpc.StatusCode.NOT_FOUND,
+              "UnknownHandle")  # fmt: skip
+        assert list(raw.lookup(kept, [key_of(1)]).codes) == [MISS]
+        assert all(session.handles <= 8 for session in raw.status().sessions)
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,20 @@ def ended() -> list[tuple[int, str]]:
 
 
 @pytest.fixture
-def sessions(clock, ended) -> Sessions[str]:
+def gone() -> set[str]:
+    """What was opened and has ended since."""
+    return set()
+
+
+@pytest.fixture
+def sessions(clock, ended, gone) -> Sessions[str]:
     return Sessions(
         clock=clock,
         ttl_s=10.0,
         sessions_max=3,
         handles_per_session_max=2,
         on_end=lambda session, why: ended.append((session.session_id, why)),
+        has_ended=lambda place: place in gone,
     )
 
 
@@ -74,6 +81,28 @@ def test_counts_are_bounded(sessions):
         sessions.open_handle(first, "z")
     sessions.end(first.session_id, "closed")
     sessions.begin("d")
+
+
+def test_handles_of_what_has_ended_take_no_place(sessions, gone):
+    session = sessions.begin("client")
+    handles = []
+    for number in range(50):
+        handles.append(sessions.open_handle(session, f"place {number}"))
+        gone.add(f"place {number}")
+    assert len(session.handles) <= 2
+    assert sessions.handle_count <= 4
+    # The last ones still say what they were for; those long gone are unknown.
+    for handle in handles[-3:]:
+        assert sessions.handle(handle.handle_id).bound == handle.bound
+    with pytest.raises(UnknownHandle):
+        sessions.handle(handles[0].handle_id)
+    kept = sessions.open_handle(session, "kept")
+    sessions.open_handle(session, "kept too")
+    with pytest.raises(LimitExceeded, match=r"limits\.handles_per_session_max"):
+        sessions.open_handle(session, "one too many")
+    assert sessions.open_handle(session, "kept") is kept
+    sessions.end(session.session_id, "closed")
+    assert sessions.handle_count == 0
 
 
 def test_ending_takes_the_handles_along_and_is_told_once(sessions, ended):

@@ -329,7 +329,7 @@ def test_a_session_of_updates_is_one_and_what_is_computed_in_it_is_not_stored(se
 
 
 def test_every_hook_has_found_its_place(server):
-    for words in ("not seen", "Failed to apply hooks", "Failed to load plugin",
+    for words in ("not seen", "kvtier: seeing", "Failed to apply hooks", "Failed to load plugin",
                   "Failed to execute general plugin"):  # fmt: skip
         assert words not in server.log
 

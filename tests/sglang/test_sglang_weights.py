@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
-from pool_rig import hashes, pool_with_heads, store_for
 
-import kvtier
-from kvtier_sglang.layouts import Ranks
-from kvtier_sglang.weights import LoadedWeights
+from kvtier_sglang.weights import LoadedWeights, Outcome
 
 
 class Cache:
@@ -40,11 +35,11 @@ def cache(weights):
     return made
 
 
-def update(weights, version, *, is_done=True, is_flushed=True):
+def update(weights, version, outcome=Outcome.DONE, *, is_flushed=True):
     weights.change_begins()
     if is_flushed:
         weights.flushed()
-    weights.change_ends(version, is_done=is_done)
+    weights.change_ends(version, outcome)
 
 
 def test_an_update_with_a_version_has_its_name(weights, cache):
@@ -64,7 +59,7 @@ def test_updates_without_a_version_have_names_of_their_own(weights, cache):
 
 
 def test_a_failed_update_is_not_called_what_it_should_have_become(weights, cache):
-    update(weights, "v2", is_done=False)
+    update(weights, "v2", Outcome.DOUBTFUL)
     assert cache.weights not in ("", "v2", None)
 
 
@@ -109,7 +104,7 @@ def test_a_session_of_many_parts_is_one_update(weights, cache):
 
 def test_a_session_with_a_part_that_failed_or_none_has_a_new_name(weights, cache):
     weights.session_begins()
-    update(weights, "v2", is_done=False)
+    update(weights, "v2", Outcome.DOUBTFUL)
     update(weights, "v2")
     weights.session_ends(is_clean=True)
     failed = cache.weights
@@ -137,136 +132,61 @@ def test_a_name_given_later_moves_what_is_settled_alone(weights, cache):
     assert cache.weights == "v3"
 
 
+def test_a_name_given_after_a_failed_update_is_not_shared(weights, cache):
+    update(weights, "v2", Outcome.DOUBTFUL)
+    failed = cache.weights
+    weights.named("v2")
+    assert cache.weights not in ("v2", failed)
+    assert failed in cache.weights, "still no other weights have it"
+    weights.session_begins()
+    update(weights, None, Outcome.DOUBTFUL)
+    weights.session_ends(is_clean=True)
+    weights.named("v2")
+    assert cache.weights != "v2"
+    update(weights, "v2")
+    assert cache.weights == "v2"
+
+
+def test_a_session_that_failed_on_another_rank_is_not_shared(weights, cache):
+    weights.session_begins()
+    update(weights, "v2")
+    assert weights.session is Outcome.DONE
+    weights.session_ends(Outcome.DOUBTFUL, is_clean=True)
+    assert cache.weights not in ("v2", "", None)
+
+
+def test_an_update_that_changed_nothing_leaves_the_name(weights, cache):
+    update(weights, "v1")
+    update(weights, "typo", Outcome.UNTOUCHED, is_flushed=False)
+    assert cache.told == [None, "v1", None, "v1"]
+    update(weights, "v2", Outcome.DOUBTFUL, is_flushed=False)
+    update(weights, "typo", Outcome.UNTOUCHED, is_flushed=False)
+    assert cache.weights is None, "KV of both weights is still there"
+    weights.flushed()
+    assert cache.weights not in ("v1", "v2", "typo")
+    weights.named("v2")
+    assert cache.weights != "v2", "and they are as doubtful as before"
+
+
+def test_what_was_not_seen_is_a_miss_until_a_flush_and_shared_with_nobody(weights, cache):
+    weights.launched_as("server")
+    sibling = LoadedWeights()
+    sibling.launched_as("server")
+    update(weights, "v1")
+    weights.lost()
+    assert cache.weights is None
+    update(weights, None, Outcome.UNTOUCHED, is_flushed=False)
+    assert cache.weights is None
+    weights.flushed()
+    assert cache.weights not in ("v1", "", None)
+    update(weights, None)
+    for _ in range(4):
+        update(sibling, None)
+        assert sibling.name != cache.weights
+
+
 def test_a_cache_that_has_gone_is_told_nothing(weights, cache):
     weights.detach(cache)
     weights.detach(cache)
     update(weights, "v2")
     assert cache.told == []
-
-
-@pytest.fixture
-def kv(daemon):
-    with kvtier.connect(daemon.url, deadline=5) as connection:
-        yield connection
-
-
-@pytest.fixture
-def store(kv):
-    return store_for(kv, pool_with_heads("page_first_direct"))
-
-
-def pages_of(kv):
-    found: dict[str, int] = {}
-    for item in kv.status().namespaces:
-        found[item.weights_revision] = found.get(item.weights_revision, 0) + item.pages
-    return found
-
-
-def test_paused_everything_is_a_miss(store):
-    store.set(hashes(2), [0, 1])
-    store.pause()
-    assert store.exists(hashes(2)) == 0
-    assert store.get(hashes(2), [0, 1]) == [False, False]
-    assert store.set(hashes(2, prompt=1), [0, 1]) == [False, False]
-    store.resume("r1")
-    assert store.exists(hashes(2)) == 2
-    assert store.exists(hashes(2, prompt=1)) == 0
-
-
-def test_pages_of_other_weights_are_not_found_and_their_generation_ends(kv, store):
-    replica = store_for(kv, pool_with_heads("page_first_direct"))
-    store.set(hashes(2), [0, 1])
-    store.pause()
-    store.resume("r2")
-    assert store.exists(hashes(2)) == 0
-    assert pages_of(kv) == {"r1": 0, "r2": 0}
-    assert store.set(hashes(2, prompt=1), [0, 1]) == [True, True]
-    # One that still has the old weights goes on by itself, and neither finds the other's pages.
-    assert replica.exists(hashes(2, prompt=1)) == 0
-    assert replica.set(hashes(1, prompt=2), [0]) == [True]
-    assert replica.exists(hashes(1, prompt=2)) == 1
-    assert store.exists(hashes(1, prompt=2)) == 0
-    replica.resume("r2")
-    assert replica.exists(hashes(2, prompt=1)) == 2
-
-
-def test_going_back_finds_nothing_of_before(kv, store):
-    store.set(hashes(2), [0, 1])
-    for weights in ("r2", "r1"):
-        store.resume(weights)
-        assert store.exists(hashes(2)) == 0
-    assert store.set(hashes(2), [0, 1]) == [True, True]
-
-
-def test_many_updates_leave_two_families(kv, store):
-    for number in range(2, 12):
-        store.set(hashes(2), [0, 1])
-        store.resume(f"r{number}")
-    assert pages_of(kv) == {"r10": 0, "r11": 0}
-
-
-def test_ranks_that_are_updated_in_turn_meet_again(kv):
-    pool = pool_with_heads("page_first_direct")
-    ranks = [store_for(kv, pool, ranks=Ranks(tp_rank=rank, tp_size=2)) for rank in range(2)]
-    for weights in ("r2", "r3", "r1"):
-        for rank in ranks:
-            rank.set(hashes(2), [0, 1])
-        for rank in ranks:
-            rank.pause()
-        for rank in ranks:
-            rank.resume(weights)
-            assert rank.exists(hashes(2)) == 0
-        assert [rank.set(hashes(2), [0, 1]) for rank in ranks] == [[True] * 2] * 2
-        assert [rank.exists(hashes(2)) for rank in ranks] == [2, 2]
-
-
-def test_without_a_daemon_an_update_is_over_in_time_and_nothing_old_is_found(kv, daemon, store):
-    daemon.kill()
-    store.pause()
-    store.resume("r2")
-    assert store.exists(hashes(2)) == 0
-    daemon.start()
-    until = threading.Event()
-    for _ in range(500):
-        if all(store.set(hashes(2), [0, 1])):
-            break
-        until.wait(0.02)
-    assert store.exists(hashes(2)) == 2
-    assert pages_of(kv) == {"r1": 0, "r2": 4}
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_is_stored_while_weights_change_is_not_found_afterwards(kv, seed):
-    """One thread stores without end, as SGLang's does; updates come at any moment. A page names the
-    weights that it was made with by its bytes.
-    """
-    pool = pool_with_heads("page_first_direct", seed=seed)
-    store = store_for(kv, pool)
-    reader = pool_with_heads("page_first_direct", seed=seed)
-    is_over = threading.Event()
-    stored = []
-
-    def go_on():
-        while not is_over.is_set():
-            stored.append(sum(store.set(hashes(8), list(range(8)))))
-
-    for number in range(2, 8):
-        pool.kv_buffer.fill_(number - 1)
-        is_over.clear()
-        writer = threading.Thread(target=go_on)
-        writer.start()
-        is_over.wait(0.003 * (seed + number))
-        store.pause()
-        # SGLang joins this thread when it flushes.
-        is_over.set()
-        writer.join()
-        store.resume(f"r{number}")
-        assert store_for_weights(kv, reader, f"r{number}").exists(hashes(8)) == 0
-        assert store.exists(hashes(8)) == 0
-    assert sum(stored) > 0
-
-
-def store_for_weights(kv, pool, weights):
-    made = store_for(kv, pool)
-    made.resume(weights)
-    return made
