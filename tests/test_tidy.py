@@ -34,6 +34,7 @@ CATCHES_ALL = (
     "kvtier/client/local_attachment.py",
     "kvtier/packing/optional_code.py",
     "bindings/kvtier_sglang/border.py",
+    "engines/kvtier_engine/guard.py",
     "tests/sglang/hicache_walks.py",
 )
 #: The only places that change the state or the generation of a page copy (a namespace has a

@@ -18,7 +18,7 @@ from types import TracebackType
 from kvtier.client.device import DevicePool
 from kvtier.errors import LayoutError
 from kvtier_engine.cache.tiers import KvtierTiers
-from kvtier_engine.errors import EngineClosed, InvalidRequest, QueueFull
+from kvtier_engine.errors import EngineClosed, EngineStarted, InvalidRequest, QueueFull
 from kvtier_engine.handle import Handle, Sink
 from kvtier_engine.model.load import LoadedModel
 from kvtier_engine.schedule.output import Output
@@ -79,7 +79,8 @@ class Engine:
     def submit(self, request: Request, sink: Sink | None = None) -> Handle:
         """Takes a request. Raises InvalidRequest, QueueFull, EngineClosed; nothing is started then.
 
-        `sink` is called in the engine's thread and must neither block nor raise.
+        `sink` is called in the engine's thread and must not block. What it raises is logged; it is
+        told the end alone from then on.
         """
         room = self._checked_room(request)
         sampling = request.sampling
@@ -134,10 +135,11 @@ class Engine:
                 self._stepper.wait_for_loads(_LOAD_WAIT_S)
 
     def start(self) -> Engine:
-        """Steps in a thread of its own from now on."""
+        """Steps in a thread of its own from now on. Raises EngineClosed, EngineStarted."""
         with self._wake:
             self._check_open()
-            assert self._thread is None, "started already"
+            if self._thread is not None:
+                raise EngineStarted("the engine runs already", remedy="start it once")
             self._thread = threading.Thread(target=self._loop, name="kvtier-engine", daemon=True)
         self._thread.start()
         return self
@@ -169,6 +171,7 @@ class Engine:
         counts["pages"] = self.pool.pages
         counts["pages_free"] = self.pool.free_pages
         counts["pages_cached"] = stepper.radix.pages
+        counts["stale_prefix_pages"] = stepper.radix.stale_pages
         return counts
 
     def check_idle(self) -> None:

@@ -10,6 +10,7 @@ __all__ = [
     "DemoFailed",
     "EngineClosed",
     "EngineInconsistent",
+    "EngineStarted",
     "InvalidRequest",
     "KvTagMismatch",
     "ModelUnusable",
@@ -57,6 +58,10 @@ class KvTagMismatch(KvtierError):
 
 class EngineClosed(KvtierError):
     """The engine was closed before the request was done, or before it was asked."""
+
+
+class EngineStarted(KvtierError):
+    """`start` of an engine whose loop runs already."""
 
 
 class EngineInconsistent(KvtierError):

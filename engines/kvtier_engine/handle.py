@@ -9,6 +9,7 @@ import queue
 from collections.abc import Callable, Iterator
 
 from kvtier.errors import DeadlineExceeded, KvtierError
+from kvtier_engine.guard import attempted
 from kvtier_engine.schedule.request import Completion, Delta
 
 __all__ = ["Handle", "Outcome", "Sink"]
@@ -26,14 +27,20 @@ class Handle:
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._sink: Sink = sink or self._outcomes.put
         self._end: Completion | KvtierError | None = None
+        self._is_deaf = False
 
     def tell(self, outcome: Outcome) -> None:
-        """For the engine. The first end counts, and is the last that is told."""
+        """For the engine. The first end counts, and is the last that is told. A sink that raises is
+        told the end alone from then on; its error is logged.
+        """
         if self._end is not None:
             return
         if not isinstance(outcome, Delta):
             self._end = outcome
-        self._sink(outcome)
+        elif self._is_deaf:
+            return
+        told = attempted(lambda: self._sink(outcome), "sink")
+        self._is_deaf |= isinstance(told, Exception)
 
     @property
     def end(self) -> Completion | KvtierError | None:

@@ -6,14 +6,21 @@ One thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from kvtier_engine.schedule.request import Sampling, TokenLogprob
 
-__all__ = ["Chooser", "choose"]
+__all__ = ["TEMPERATURE_MIN", "Chooser", "choose"]
+
+log = logging.getLogger(__name__)
+
+#: Below it the likeliest token is taken: all others have, in float32, next to no probability.
+TEMPERATURE_MIN: Final = 1e-5
 
 
 class Chooser:
@@ -28,9 +35,13 @@ class Chooser:
             self._generator.manual_seed(sampling.seed)
 
     def draw(self, logits: torch.Tensor) -> int:
-        """A token from one row of float32 logits (vocab,) at this request's temperature (> 0)."""
+        """A token from one row of float32 logits (vocab,) at this request's temperature, which is
+        TEMPERATURE_MIN or more.
+        """
         sampling = self.sampling
-        logits = logits.cpu() / sampling.temperature
+        logits = logits.cpu()
+        # The greatest becomes 0: dividing makes nothing overflow that counts.
+        logits = (logits - logits.max()) / sampling.temperature
         if 0 < sampling.top_k < len(logits):
             least = logits.topk(sampling.top_k).values[-1]
             logits = logits.masked_fill(logits < least, float("-inf"))
@@ -42,7 +53,7 @@ class Chooser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """`token` is None where the logits are no numbers (NaN or infinite)."""
+    """`token` is None where the logits are no numbers (NaN or infinite), or give no choice."""
 
     token: int | None
     logprob: TokenLogprob | None = None
@@ -58,9 +69,15 @@ def choose(logits: torch.Tensor, choosers: Sequence[Chooser]) -> list[Choice]:
         if not finite[row]:
             chosen.append(Choice(token=None))
             continue
-        greedy = chooser.sampling.temperature == 0.0
-        token = likeliest[row] if greedy else chooser.draw(logits[row])
-        chosen.append(Choice(token=token, logprob=_logprob(logits[row], token, chooser.sampling)))
+        try:
+            greedy = chooser.sampling.temperature < TEMPERATURE_MIN
+            token = likeliest[row] if greedy else chooser.draw(logits[row])
+            logprob = _logprob(logits[row], token, chooser.sampling)
+        except RuntimeError:  # what torch raises: of this row alone
+            log.exception("engine.choice_failed")
+            chosen.append(Choice(token=None))
+        else:
+            chosen.append(Choice(token=token, logprob=logprob))
     return chosen
 
 

@@ -11,11 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
-from kvtier.client.device import DevicePool, NoopTracker, TagTracker, Tracker
+import torch
+
+from kvtier.client.device import DevicePool, NoopTracker, PageNotHeld, TagTracker, Tracker
 from kvtier.errors import KvtierError
 from kvtier_engine.attention.choice import attention_for
-from kvtier_engine.cache.radix import RadixCache
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.errors import (
     EngineInconsistent,
@@ -23,14 +25,15 @@ from kvtier_engine.errors import (
     RequestCancelled,
     RequestFailed,
 )
+from kvtier_engine.guard import attempted
 from kvtier_engine.handle import Handle
 from kvtier_engine.model.llama import Llama
 from kvtier_engine.sampling import Choice, choose
-from kvtier_engine.schedule.request import Completion, Delta, TokenLogprob
+from kvtier_engine.schedule.request import Completion, Delta, EndReason, TokenLogprob
 from kvtier_engine.schedule.runner import ModelRunner
 from kvtier_engine.schedule.scheduler import Decode, Prefill, Scheduler
 from kvtier_engine.schedule.sequence import Sequence
-from kvtier_engine.schedule.states import Event, State
+from kvtier_engine.schedule.states import Event
 from kvtier_engine.settings import EngineSettings, Integrity
 
 __all__ = ["Job", "Stepper"]
@@ -59,8 +62,8 @@ class Stepper:
     ) -> None:
         self._pool = pool
         self._tiers = tiers
-        self.radix = RadixCache(pool.form.page_tokens)
-        self.scheduler = Scheduler(pool, self.radix, tiers, settings.running_requests_max)
+        self.scheduler = Scheduler(pool, tiers, settings.running_requests_max)
+        self.radix = self.scheduler.radix
         self._runner = ModelRunner(network, pool, attention_for(pool))
         tags = settings.integrity is Integrity.TAGS
         self._tracker: Tracker = TagTracker(pool) if tags else NoopTracker()
@@ -81,34 +84,36 @@ class Stepper:
             )
 
     def end_all(self, error: KvtierError) -> None:
-        for job in list(self.jobs.values()):
-            self._fail(job.sequence, error)
+        """Every one is told, also when ending another goes wrong; that is raised afterwards."""
+        with contextlib.ExitStack() as stack:
+            for job in reversed(self.jobs.values()):
+                stack.callback(self._end, job, error)
 
     def step(self) -> bool:
-        """One pass over the network, if there is one to make. False: nothing to do for now."""
+        """One pass over the network, if there is one to make. False: nothing to do for now.
+
+        Raises EngineInconsistent; whatever else goes wrong ends the requests that it is of.
+        """
         self._take_loads()
-        plan = self.scheduler.plan()
-        try:
-            if isinstance(plan, Prefill):
-                self._prefill(plan)
-            elif isinstance(plan, Decode):
-                self._decode(plan)
-        except RuntimeError as error:  # what torch raises, out of memory among it
-            here = (plan.sequence,) if isinstance(plan, Prefill) else plan.sequences if plan else ()
+        plan = self._plan()
+        if plan is None:
+            return False
+        here: SequenceOf[Sequence]
+        if isinstance(plan, Prefill):
+            here, work = [plan.sequence], partial(self._prefill, plan)
+        else:
+            here, work = plan.sequences, partial(self._decode, plan)
+        error = attempted(work, "pass")
+        if isinstance(error, Exception):
             self.counts["passes_failed"] += 1
             for sequence in here:
-                if sequence.state is not State.FINISHED:
-                    self._fail(sequence, _failed(f"the pass failed: {error}"))
-        return plan is not None
+                self._fail_by(sequence, error, "the pass over the network failed")
+        return True
 
     def wait_for_loads(self, seconds: float) -> None:
-        """Until a load that somebody waits for is done, or that long."""
-        for sequence in self.scheduler.running:
-            if sequence.loading is not None:
-                with contextlib.suppress(KvtierError):  # the next step takes up how it ended
-                    sequence.loading.transfer.wait(seconds)
-                return
-        time.sleep(seconds if self.scheduler.waiting else 0.0)
+        """Until a transfer is done that somebody may wait for, or that long."""
+        if self.jobs and (self._tiers is None or not self._tiers.wait(seconds)):
+            time.sleep(seconds)
 
     def check_idle(self) -> None:
         """See Engine.check_idle."""
@@ -131,11 +136,23 @@ class Stepper:
         self._tiers.poll()
         for sequence in list(self.scheduler.running):
             loading = sequence.loading
-            if loading is None:
-                continue
-            result = self._tiers.loaded(loading.transfer, len(loading.places))
-            if result is not None:
-                sequence.take_loaded(result)
+            if loading is not None:
+                result = self._tiers.loaded(loading.transfer, len(loading.places))
+                if result is not None:
+                    sequence.take_loaded(result)
+
+    def _plan(self) -> Prefill | Decode | None:
+        """What goes wrong in planning ends the request that was planned for; the others go on."""
+        while True:
+            plan = attempted(self.scheduler.plan, "plan")
+            if not isinstance(plan, Exception):
+                return plan
+            sequence = self.scheduler.busy_with
+            if sequence is None:
+                raise EngineInconsistent(
+                    "no plan, and for nobody in particular", remedy="report this: a defect"
+                ) from plan
+            self._fail_by(sequence, plan, "its pages could not be planned")
 
     def _prefill(self, plan: Prefill) -> None:
         sequence = plan.sequence
@@ -144,13 +161,19 @@ class Stepper:
         logits = self._runner.prefill(plan)
         self.counts["prefill_passes"] += 1
         self.counts["prefill_pages"] += plan.end - plan.first
+        for page in sequence.table.ids[plan.first : plan.end]:
+            sequence.extremes += self._pool.kv[page].aminmax()
         if not sequence.take_computed(plan.first, plan.end):
             return
-        assert logits is not None
-        sequence.fire(Event.COMPUTED)
-        self.scheduler.share_prefix(sequence)
-        self._offload(sequence)
+        if logits is None:
+            raise EngineInconsistent("a prompt without logits", remedy="report this: a defect")
         (choice,) = choose(logits, [sequence.chooser])
+        # Nobody else sees pages before it is known that they hold numbers.
+        if choice.token is None or not bool(torch.stack(sequence.extremes).isfinite().all()):
+            self._fail_no_numbers(sequence)
+            return
+        sequence.fire(Event.COMPUTED)
+        self._publish(sequence)
         self._advance(sequence, choice)
 
     def _decode(self, plan: Decode) -> None:
@@ -174,10 +197,16 @@ class Stepper:
         return [s for s, is_sound in zip(sequences, verdicts, strict=True) if is_sound]
 
     def _advance(self, sequence: Sequence, choice: Choice) -> None:
-        """Commits one chosen token: the only place where a request grows."""
+        """One chosen token; what goes wrong with it ends this request alone."""
         if choice.token is None:
-            self._fail(sequence, _failed("the model computed logits that are no numbers"))
-            return
+            self._fail_no_numbers(sequence)
+        elif isinstance(attempted(partial(self._commit, sequence, choice), "token"), Exception):
+            self._fail(sequence, _failed("a chosen token could not be made into text"))
+
+    def _commit(self, sequence: Sequence, choice: Choice) -> None:
+        """The only place where a request grows."""
+        if choice.token is None:
+            raise EngineInconsistent("a choice of nothing", remedy="report this: a defect")
         job = self.jobs[sequence.number]
         if job.first_token_seconds is None:
             job.first_token_seconds = time.monotonic() - job.submitted
@@ -187,44 +216,73 @@ class Stepper:
         text = sequence.output.add(choice.token)
         job.handle.tell(Delta(text=text, token=choice.token, logprob=choice.logprob))
         if sequence.output.reason is not None:
-            self._finish(job)
+            self._finish(job, sequence.output.reason)
 
-    def _finish(self, job: Job) -> None:
-        sequence, output = job.sequence, job.sequence.output
-        assert output.reason is not None
-        self._drop(sequence)
+    def _finish(self, job: Job, reason: EndReason) -> None:
+        sequence, output, cached = job.sequence, job.sequence.output, job.sequence.cached
         self.counts["requests_done"] += 1
-        cached = sequence.cached
         for tier in ("device", "host", "nvme", "shared"):
             self.counts[f"cached_{tier}_tokens"] += getattr(cached, tier)
-        job.handle.tell(
+        self._end(
+            job,
             Completion(
                 text=output.text,
                 tokens=tuple(output.tokens),
-                reason=output.reason,
+                reason=reason,
                 prompt_tokens=sequence.prompt_tokens,
                 cached=cached,
                 logprobs=tuple(job.logprobs),
                 first_token_seconds=job.first_token_seconds or 0.0,
                 preemptions=sequence.preemptions,
-            )
+            ),
         )
 
     def _fail(self, sequence: Sequence, error: KvtierError) -> None:
-        job = self.jobs[sequence.number]
-        self._drop(sequence)
-        self.counts["requests_failed"] += 1
-        job.handle.tell(error)
+        """Does nothing for a request that has ended."""
+        job = self.jobs.get(sequence.number)
+        if job is not None:
+            self.counts["requests_failed"] += 1
+            self._end(job, error)
 
-    def _drop(self, sequence: Sequence) -> None:
-        del self.jobs[sequence.number]
-        self.counts["foreign_pages"] += len(self.scheduler.remove(sequence))
+    def _fail_by(self, sequence: Sequence, error: Exception, what: str) -> None:
+        """`what` is all that the one who asked is told: an error's own words may be of this
+        machine, and are in the log.
+        """
+        if isinstance(error, PageNotHeld):
+            self.counts["integrity_failures"] += 1
+            self._fail(sequence, _mismatch())
+        else:
+            self._fail(sequence, _failed(what))
 
-    def _offload(self, sequence: Sequence) -> None:
-        """What was computed here of the pages that others may use goes to kvtier."""
+    def _fail_no_numbers(self, sequence: Sequence) -> None:
+        """NaN or infinite. What others could find of this request's pages may be the reason."""
+        self.counts["nonfinite"] += 1
+        self.scheduler.unshare(sequence, self._is_suspect)
+        self._fail(sequence, _failed("the model computed values that are no numbers"))
+
+    def _is_suspect(self, sequence: Sequence, place: int) -> bool:
+        """A page of its own computing, or one that holds what is no number."""
+        if place in sequence.computed:
+            return True
+        extremes = self._pool.kv[sequence.table.ids[place]].aminmax()
+        return not bool(torch.stack(extremes).isfinite().all())
+
+    def _end(self, job: Job, outcome: Completion | KvtierError) -> None:
+        """Whatever goes wrong in giving back what it had: the one who asked is told."""
+        try:
+            del self.jobs[job.sequence.number]
+            foreign = attempted(partial(self.scheduler.remove, job.sequence), "removal")
+            if not isinstance(foreign, Exception):
+                self.counts["foreign_pages"] += len(foreign)
+        finally:
+            job.handle.tell(outcome)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """The prompt's pages are shared; what was computed here of them goes to kvtier."""
+        self.scheduler.share_prefix(sequence)
         if self._tiers is None:
             return
-        keys = self._tiers.keys(sequence.request.prompt)
+        keys = sequence.keys(self._tiers.keys)
         ids = sequence.table.ids
         for start, end in _runs(sorted(sequence.computed), sequence.shareable_pages):
             self._tiers.offload(keys[start:end], ids[start:end], sequence.request)

@@ -287,7 +287,7 @@ def test_a_pass_that_fails_ends_those_in_it(
         patch.setattr(type(model.network), "logits", _out_of_memory)
         handle = engine.submit(greedy(PROMPTS[0]))
         engine.run_until_idle()
-    with pytest.raises(RequestFailed, match="out of memory"):
+    with pytest.raises(RequestFailed, match="the pass over the network failed"):
         handle.result(0)
     assert len(answers(engine, [greedy(PROMPTS[0])])[0].tokens) == 8
 

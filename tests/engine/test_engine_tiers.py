@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 import kvtier
 from kvtier.client import Connection
-from kvtier.client.device import DevicePool
+from kvtier.client.device import DevicePool, PageNotHeld, PageTransfer, Transfer
 from kvtier.testing.daemon_process import DaemonProcess
+from kvtier.testing.held_stream import HeldStream
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.demo.damage import flip_payload_byte
 from kvtier_engine.engine import Engine
-from kvtier_engine.errors import RequestCancelled
+from kvtier_engine.errors import KvTagMismatch, RequestCancelled
 from kvtier_engine.model.load import LoadedModel
 from kvtier_engine.schedule.request import CachedTokens
 from kvtier_engine.settings import EngineSettings, layout_of
@@ -59,10 +63,22 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 
 @contextmanager
-def engine_on(model: LoadedModel, kv: Connection, **settings: object) -> Iterator[Engine]:
-    """An engine with an empty pool; everything it offloads is stored when this ends."""
+def engine_on(
+    model: LoadedModel,
+    kv: Connection,
+    *,
+    deadline_seconds: float = 60.0,
+    retry_seconds: float = 1.0,
+    stream: HeldStream | None = None,
+    **settings: object,
+) -> Iterator[Engine]:
+    """An engine with an empty pool; everything it offloads is stored when this ends. The deadline
+    is long: what is counted depends on no machine's speed.
+    """
     pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), 64)
-    tiers = KvtierTiers(kv, pool)
+    tiers = KvtierTiers(
+        kv, pool, deadline_seconds=deadline_seconds, retry_seconds=retry_seconds, stream=stream
+    )
     engine = Engine(model, pool, tiers=tiers, settings=EngineSettings(**settings))
     try:
         yield engine
@@ -150,7 +166,7 @@ def test_a_daemon_that_goes_away_and_comes_back(
     with kvtier.connect(daemon.url) as kv:
         with engine_on(model, kv) as engine:
             told(engine)
-        with engine_on(model, kv) as engine:
+        with engine_on(model, kv, deadline_seconds=0.5) as engine:
             AWAY[how](daemon)
             done = answers(engine, REQUESTS)
             assert [one.tokens for one in done] == cold
@@ -164,7 +180,7 @@ def test_a_daemon_that_goes_away_and_comes_back(
             found = 0
             while not found:  # connects anew by itself
                 assert time.monotonic() < until, "never found again"
-                with engine_on(model, kv) as fresh:
+                with engine_on(model, kv, deadline_seconds=5.0) as fresh:
                     done = answers(fresh, REQUESTS)
                 assert [one.tokens for one in done] == cold
                 found = sum(one.cached.total for one in done)
@@ -173,7 +189,10 @@ def test_a_daemon_that_goes_away_and_comes_back(
 def test_a_daemon_that_was_never_there(
     model: LoadedModel, cold: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    with kvtier.connect(f"unix://{tmp_path}/none.sock") as kv, engine_on(model, kv) as engine:
+    with (
+        kvtier.connect(f"unix://{tmp_path}/none.sock") as kv,
+        engine_on(model, kv, deadline_seconds=0.5) as engine,
+    ):
         assert told(engine) == cold
         assert engine.stats()["load_unavailable_pages"] > 0
 
@@ -197,18 +216,138 @@ def test_a_request_is_given_up_while_its_pages_are_loaded(
     with kvtier.connect(daemon.url) as kv:
         with engine_on(model, kv) as engine:
             told(engine)
-        with engine_on(model, kv) as engine:
-            daemon.signal(signal.SIGSTOP)
+        stream = HeldStream()
+        with engine_on(model, kv, stream=stream) as engine:
             handle = engine.submit(REQUESTS[-1])
             engine.step()
-            assert engine.pool.occupancy.pinned > 0
+            stream.wait_for_copies(1)  # its pages have been read, and are about to be written
+            loading = engine._stepper.jobs[handle.number].sequence.table.ids[:12]
             engine.cancel(handle)
             engine.step()
             with pytest.raises(RequestCancelled):
                 handle.result(0)
-            daemon.signal(signal.SIGCONT)
             # Others go on meanwhile, and get none of the pages that the load may still write.
+            assert engine.pool.occupancy.draining == len(loading)
+            others = engine.submit(greedy(PROMPTS[0], 10))
+            engine.run_until_idle()
+            assert others.result(0).tokens == cold[0]
+            assert engine.pool.occupancy.draining == len(loading)
+            stream.let_go()
             assert told(engine) == cold
+
+
+def test_waiting_ends_with_a_copy(model: LoadedModel, daemon: DaemonProcess) -> None:
+    """Pages of one who is gone drain while a copy uses them: nobody spins for them."""
+    stream = HeldStream()
+    with kvtier.connect(daemon.url) as kv, engine_on(model, kv, stream=stream) as engine:
+        gone = engine.submit(REQUESTS[-1])
+        engine.step()
+        stream.wait_for_copies(1)  # its load
+        engine.cancel(gone)
+        engine.step()
+        assert engine.pool.occupancy.draining > 0
+        waiting = engine.submit(REQUESTS[0])
+        engine._stepper.take(engine._inbox.popleft())
+        started = time.monotonic()
+        engine._stepper.wait_for_loads(0.1)
+        assert time.monotonic() - started >= 0.1, "it does not wait"
+        timer = threading.Timer(0.05, stream.let_go)
+        timer.start()
+        engine._stepper.wait_for_loads(1000.0)
+        timer.join()
+        assert time.monotonic() - started < 500
+        engine.run_until_idle()
+        assert waiting.result(0).tokens
+
+
+@pytest.mark.parametrize("session", ["\ud800", "x" * 1000], ids=["surrogate", "long"])
+def test_a_session_that_is_none_keeps_nobody_else_from_the_tiers(
+    model: LoadedModel, cold: list[tuple[int, ...]], daemon: DaemonProcess, session: str
+) -> None:
+    with kvtier.connect(daemon.url) as kv:
+        with engine_on(model, kv) as engine:
+            told(engine)
+        with engine_on(model, kv) as engine:
+            odd = dataclasses.replace(REQUESTS[4], session=session)
+            (done,) = answers(engine, [odd])
+            assert (done.tokens, done.cached.total) == (cold[4], 0)
+            (done,) = answers(engine, REQUESTS[-1:])
+            assert (done.tokens, done.cached.host) == (cold[-1], 96)
+            assert engine.stats()["transfers_failed"] == 2  # its load and its offload
+            assert "away" not in engine.stats()
+
+
+class BrokenStream(HeldStream):
+    """A device whose copies raise."""
+
+    def submit(self, copy: Callable[[], None]) -> NoReturn:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+
+def test_a_device_whose_copies_fail_costs_loads_and_nothing_else(
+    model: LoadedModel, cold: list[tuple[int, ...]], daemon: DaemonProcess
+) -> None:
+    with kvtier.connect(daemon.url) as kv:
+        with engine_on(model, kv) as engine:
+            told(engine)
+        with engine_on(model, kv, stream=BrokenStream()) as engine, engine:
+            handles = [engine.submit(request) for request in REQUESTS]
+            assert [handle.result(60).tokens for handle in handles] == cold
+            engine.close()
+            assert engine.stats()["load_unavailable_pages"] == sum(CACHED) // PAGE_TOKENS
+
+
+STARTS = {
+    "load": (PageTransfer, "start_load"),
+    "offload": (PageTransfer, "start_offload"),
+    "poll": (Transfer, "poll"),
+}
+
+
+@pytest.mark.parametrize("where", STARTS)
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, kvtier.ClientClosed])
+def test_a_transfer_that_raises_costs_a_load_and_nothing_else(
+    model: LoadedModel,
+    cold: list[tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    kind: type[Exception],
+) -> None:
+    def fails(*_: object, **__: object) -> NoReturn:
+        raise kind("planted", remedy="none") if kind is kvtier.ClientClosed else kind("planted")
+
+    with (
+        kvtier.connect(f"unix://{tmp_path}/none.sock") as kv,
+        engine_on(model, kv, deadline_seconds=0.5, retry_seconds=0.0) as engine,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(*STARTS[where], fails)
+            assert told(engine) == cold
+        stats = engine.stats()
+        name = "transfers_broken" if kind is kvtier.ClientClosed else "transfers_failed"
+        assert stats[name] > 0
+        assert stats.get("requests_failed", 0) == 0
+
+
+def test_a_load_into_pages_that_are_not_held_ends_its_request(
+    model: LoadedModel, cold: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> NoReturn:
+        raise PageNotHeld("planted", remedy="none")
+
+    with (
+        kvtier.connect(f"unix://{tmp_path}/none.sock") as kv,
+        engine_on(model, kv, deadline_seconds=0.5) as engine,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(PageTransfer, "start_load", fails)
+            bad, short = engine.submit(REQUESTS[-1]), engine.submit(REQUESTS[0])
+            engine.run_until_idle()
+        with pytest.raises(KvTagMismatch):
+            bad.result(0)
+        assert short.result(0).tokens == cold[0]
+        engine.check_idle()
 
 
 def test_evicted_prefixes_come_back_from_the_host(
@@ -217,7 +356,7 @@ def test_evicted_prefixes_come_back_from_the_host(
     """A pool with room for one long prompt: every turn finds its prefix one tier lower."""
     with kvtier.connect(daemon.url) as kv:
         pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), 15)
-        tiers = KvtierTiers(kv, pool)
+        tiers = KvtierTiers(kv, pool, deadline_seconds=60.0)
         engine = Engine(model, pool, tiers=tiers)
         try:
             others = greedy(prompt_of(100, seed=50), 10)

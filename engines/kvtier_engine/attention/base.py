@@ -22,8 +22,8 @@ class Batch:
     many (and would be a few rows of each with draft tokens). Rows are (sequences * rows_each,).
 
     `tokens`, `positions`: of each row. `pages`, `offsets`: where each row's KV is written.
-    `tables`: (sequences, pages) page numbers in order, 0 past a sequence's last page. `lengths`:
-    (sequences,) tokens of KV that a sequence has when this pass has been written.
+    `tables`: (sequences, pages) page numbers in order, the sequence's own first page past its last
+    one. `lengths`: (sequences,) tokens of KV that a sequence has when this pass has been written.
     """
 
     sequences: int

@@ -3,8 +3,10 @@
 Rules. A node is a run of pages, each named by the tokens in it; a path from the root is a prefix.
 `match` changes nothing at all. Only `insert` splits a node. A Lock keeps the path that it was made
 for from being evicted; nodes are evicted from the tail of leaves, the longest unused first. The
-tree knows page numbers and no pool: whoever calls takes a reference for each page that `insert`
-took, and gives back those that `evict` returns.
+tree knows page numbers, and the tag that each had when it was inserted, and no pool: whoever calls
+takes a reference for each page that `insert` took, and gives back those that `evict` and `prune`
+return. A page that is somebody else's by now (`are_ours` compares tags) is never returned: it is
+dropped with all that follows it, and counted.
 
 One thread.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtier_engine.errors import EngineInconsistent
@@ -21,16 +23,19 @@ from kvtier_engine.errors import EngineInconsistent
 __all__ = ["Lock", "Match", "RadixCache"]
 
 PageOfTokens = tuple[int, ...]
+#: Of pages and the tags that they had: is each the same allocation still?
+AreOurs = Callable[[Sequence[int], Sequence[int]], Sequence[bool]]
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """`runs[i]` are the tokens of `pages[i]`. The root has neither. `locks` counts Locks at or
-    below.
+    """`runs[i]` are the tokens of `pages[i]`, `tags[i]` its tag. The root has none. `locks` counts
+    Locks at or below.
     """
 
     runs: list[PageOfTokens]
     pages: list[int]
+    tags: list[int]
     parent: _Node | None
     children: dict[PageOfTokens, _Node] = field(default_factory=dict)
     locks: int = 0
@@ -64,12 +69,16 @@ class Lock:
 
 
 class RadixCache:
-    """At first empty. `page_tokens` tokens name a page."""
+    """At first empty. `page_tokens` tokens name a page. `stale_pages` counts those that were found
+    to be somebody else's.
+    """
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(self, page_tokens: int, are_ours: AreOurs) -> None:
         self._page_tokens = page_tokens
-        self._root = _Node([], [], None)
+        self._are_ours = are_ours
+        self._root = _Node([], [], [], None)
         self._pages = 0
+        self.stale_pages = 0
         self._clock = itertools.count(1)
         #: (used, tie, node) of nodes that were unlocked leaves; stale ones are skipped.
         self._leaves: list[tuple[int, int, _Node]] = []
@@ -81,7 +90,9 @@ class RadixCache:
         return self._pages
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """The longest prefix of whole pages of `tokens`. Changes nothing."""
+        """The longest prefix of whole pages of `tokens`. Changes nothing; `prune` comes first, so
+        that no page of it is somebody else's.
+        """
         node, pages = self._root, []
         wanted = self._split(tokens)
         at = 0
@@ -103,13 +114,33 @@ class RadixCache:
             node.used = now
         return Lock(self, match.node)
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
+    def prune(self, tokens: Sequence[int]) -> list[int]:
+        """Drops, on the path of `tokens`, the first page that is somebody else's and all that
+        follows it, locked or not. Returns those among the dropped that are ours, to be given back.
+        """
+        for node, _ in self._path(tokens):
+            sound = list(self._are_ours(node.pages, node.tags))
+            if not all(sound):
+                return self._cut(node, sound.index(False))
+        return []
+
+    def drop(self, tokens: Sequence[int], first: int) -> list[int]:
+        """Drops the path of `tokens` from its page `first` on, and all that follows it, locked or
+        not. Returns the pages to be given back.
+        """
+        for node, start in self._path(tokens):
+            if start + len(node.pages) > first:
+                return self._cut(node, max(0, first - start))
+        return []
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], tags: Sequence[int]) -> list[int]:
         """Adds the prefix `tokens` (whole pages) that lies in `pages`; the pages that it took.
 
         Where a page of these tokens is there already it stays, and the one given is not taken.
         """
         wanted = self._split(tokens)
-        if len(wanted) != len(pages) or len(tokens) != len(pages) * self._page_tokens:
+        whole = len(pages) * self._page_tokens
+        if not len(wanted) == len(pages) == len(tags) or len(tokens) != whole:
             raise EngineInconsistent(
                 f"{len(tokens)} tokens for {len(pages)} pages", remedy="report this: a defect"
             )
@@ -121,7 +152,7 @@ class RadixCache:
         if at == len(wanted):
             self._offer(node)
             return []
-        leaf = _Node(wanted[at:], list(pages[at:]), node, used=now)
+        leaf = _Node(wanted[at:], list(pages[at:]), list(tags[at:]), node, used=now)
         node.children[wanted[at]] = leaf
         self._pages += len(leaf.pages)
         self._offer(leaf)
@@ -139,17 +170,15 @@ class RadixCache:
                 continue
             if not node.pages:
                 continue  # evicted already, under an entry of its own
-            first = node.runs[0]
             kept = max(0, len(node.pages) - (count - len(gone)))
-            gone += reversed(node.pages[kept:])
-            del node.pages[kept:], node.runs[kept:]
-            if kept:
-                self._offer(node)
-            else:
-                del parent.children[first]
-                self._offer(parent)
-        self._pages -= len(gone)
+            gone += reversed(self._cut(node, kept))
         return gone
+
+    def unlocked(self) -> Iterator[int]:
+        """The pages that no Lock keeps, in no order."""
+        for node in self._walk():
+            if not node.locks:
+                yield from node.pages
 
     def check(self) -> tuple[int, ...]:
         """Walks the whole tree; its pages. Raises EngineInconsistent naming what is wrong."""
@@ -160,6 +189,7 @@ class RadixCache:
             problems = {
                 "an empty node": node.parent is not None and not node.pages,
                 "pages without tokens": len(node.pages) != len(node.runs),
+                "pages without tags": len(node.pages) != len(node.tags),
                 "a page of the wrong length": any(len(r) != self._page_tokens for r in node.runs),
                 "fewer locks than below": node.locks < below,
                 "a child under another's name": any(
@@ -181,6 +211,40 @@ class RadixCache:
         """How many Locks are held now."""
         return self._root.locks
 
+    def _path(self, tokens: Sequence[int]) -> Iterator[tuple[_Node, int]]:
+        """The nodes that `tokens` go through, the last perhaps in part: (node, its first page)."""
+        node, at, wanted = self._root, 0, self._split(tokens)
+        while at < len(wanted) and (child := node.children.get(wanted[at])) is not None:
+            same = _common(child.runs, wanted[at:])
+            yield child, at
+            if same < len(child.runs):
+                return
+            node, at = child, at + same
+
+    def _cut(self, node: _Node, kept: int) -> list[int]:
+        """Takes all but the first `kept` pages of a node away, and everything below it. Those that
+        are ours, in order.
+
+        A node that goes keeps its parent: a Lock on it counts there until it is released.
+        """
+        parent = node.parent
+        assert parent is not None
+        if not kept:
+            del parent.children[node.runs[0]]
+        ours: list[int] = []
+        left = [(node, kept)]
+        while left:
+            one, start = left.pop()
+            sound = self._are_ours(one.pages[start:], one.tags[start:])
+            ours += itertools.compress(one.pages[start:], sound)
+            self.stale_pages += len(sound) - sum(sound)
+            self._pages -= len(sound)
+            del one.pages[start:], one.runs[start:], one.tags[start:]
+            left += [(child, 0) for child in one.children.values()]
+            one.children.clear()
+        self._offer(node if kept else parent)
+        return ours
+
     def _split(self, tokens: Sequence[int]) -> list[PageOfTokens]:
         size = self._page_tokens
         ends = range(size, len(tokens) + 1, size)
@@ -194,10 +258,10 @@ class RadixCache:
         if count == len(node.runs):
             return node
         assert node.parent is not None
-        head = _Node(node.runs[:count], node.pages[:count], node.parent, locks=node.locks)
-        head.used = node.used
+        head = _Node(node.runs[:count], node.pages[:count], node.tags[:count], node.parent)
+        head.locks, head.used = node.locks, node.used
         node.parent.children[head.runs[0]] = head
-        del node.runs[:count], node.pages[:count]
+        del node.runs[:count], node.pages[:count], node.tags[:count]
         node.parent = head
         head.children[node.runs[0]] = node
         return head
@@ -205,11 +269,11 @@ class RadixCache:
     def _unlock(self, node: _Node) -> None:
         for above in _upwards(node):
             above.locks -= 1
-        self._offer(node)
+            self._offer(above)  # the one below may have been dropped under its lock
 
     def _offer(self, node: _Node) -> None:
         """Notes a node that may be evicted now."""
-        if node.parent is None or node.locks or node.children:
+        if node.parent is None or node.locks or node.children or not node.pages:
             return
         heapq.heappush(self._leaves, (node.used, next(self._ties), node))
         if len(self._leaves) > 64 + 4 * max(1, self._pages):

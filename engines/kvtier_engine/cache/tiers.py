@@ -2,6 +2,9 @@
 
 Promise: the engine never waits here. A service that is absent, killed or stopped costs a request at
 most `deadline_seconds`, once in `retry_seconds`; then prompts are computed as if there were none.
+Whatever a transfer raises is counted and logged, and its pages are computed. Only what says that
+the service cannot be used (`transfers_broken`) keeps others from asking it; what one request brings
+on itself, or a device raises (`transfers_failed`), does not.
 Loads and offloads run in the threads of PageTransfer; methods are called by the engine's thread.
 """
 
@@ -10,32 +13,40 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, TypeVar
 
-import kvtier
-from kvtier import GetCode
+from kvtier import GetCode, PutCode
 from kvtier.client import Connection, Namespace
 from kvtier.client.device import (
     DevicePool,
     LoadResult,
     OffloadResult,
+    PageNotHeld,
     PageTransfer,
     PoolReporter,
     Transfer,
 )
-from kvtier.errors import KvtierError
+from kvtier.client.device.streams import CopyStream
+from kvtier.errors import InvalidInput, KvtierError, LayoutError
+from kvtier_engine.guard import attempted
 from kvtier_engine.schedule.request import Request
 
 __all__ = ["KvtierTiers"]
 
 log = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 _AWAY: Final = frozenset({GetCode.UNAVAILABLE, GetCode.TIMEOUT})
+_AWAY_PUT: Final = frozenset({PutCode.UNAVAILABLE, PutCode.TIMEOUT})
 
 
 class KvtierTiers:
-    """One namespace of one pool's layout. Owns neither connection nor pool; close it."""
+    """One namespace of one pool's layout. Owns neither connection nor pool; close it. Copies run on
+    `stream`, by default one of the pool's device.
+    """
 
     def __init__(
         self,
@@ -45,13 +56,19 @@ class KvtierTiers:
         tenant: str = "default",
         deadline_seconds: float = 0.5,
         retry_seconds: float = 1.0,
+        stream: CopyStream | None = None,
     ) -> None:
         self._namespace = connection.namespace(pool.layout, tenant=tenant)
-        self._transfer = PageTransfer(pool, self._namespace, deadline=deadline_seconds)
+        self._transfer = PageTransfer(
+            pool, self._namespace, deadline=deadline_seconds, stream=stream
+        )
         # So that the daemon's status shows the device tier beside its own.
         self._reporter = PoolReporter(connection, pool, fingerprint=self._namespace.fingerprint)
         self._retry_seconds = retry_seconds
         self._ask_again = 0.0
+        self._loads: list[Transfer[LoadResult]] = []
+        #: Under way still: they may write to their pages.
+        self._given_up: list[Transfer[LoadResult]] = []
         self._offloads: list[Transfer[OffloadResult]] = []
         self.counts: Counter[str] = Counter()
 
@@ -66,57 +83,80 @@ class KvtierTiers:
     def start_load(
         self, keys: Sequence[bytes], ids: Sequence[int], request: Request
     ) -> Transfer[LoadResult] | None:
-        """Fills pages `ids`, in the background. None while the service is known to be away."""
+        """Fills pages `ids`, in the background. None while the service is known to be away, and
+        where the transfer cannot begin. Raises PageNotHeld.
+        """
         if time.monotonic() < self._ask_again:
             self.counts["loads_skipped"] += 1
             return None
-        try:
-            return self._transfer.start_load(keys, ids, session=request.session)
-        except kvtier.ClientClosed as error:
-            self._broken(error)
-            return None
+        transfer = self._started(
+            partial(self._transfer.start_load, keys, ids, session=request.session)
+        )
+        if transfer is not None:
+            self._loads.append(transfer)
+        return transfer
 
     def loaded(self, transfer: Transfer[LoadResult], pages: int) -> LoadResult | None:
         """What a load of `pages` pages came to, None while it goes on."""
-        try:
-            result = transfer.poll()
-        except KvtierError as error:
-            self._broken(error)
+        result = attempted(transfer.poll, "load")
+        if result is None:
+            return None
+        self._loads.remove(transfer)
+        if isinstance(result, Exception):
+            self._note(result)
             result = LoadResult.of_all(pages, GetCode.UNAVAILABLE)
-        if result is not None:
-            for reason in result.reasons:
-                self.counts[f"load_{reason.name.lower()}_pages"] += 1
-            if _AWAY.intersection(result.reasons):
-                self._be_away()
+        elif _AWAY.intersection(result.reasons):
+            self._be_away()
+        for reason in result.reasons:
+            self.counts[f"load_{reason.name.lower()}_pages"] += 1
         return result
 
+    def give_up(self, transfer: Transfer[LoadResult]) -> None:
+        """Nobody wants this load any more. Its pages may be written to until it has ended."""
+        transfer.cancel()
+        self._loads.remove(transfer)
+        self._given_up.append(transfer)
+
     def offload(self, keys: Sequence[bytes], ids: Sequence[int], request: Request) -> None:
-        """Stores pages, in the background; they must not be written to any more."""
+        """Stores pages, in the background; they must not be written to any more. Raises
+        PageNotHeld.
+        """
         if not keys or time.monotonic() < self._ask_again:
             self.counts["offload_skipped_pages"] += len(keys)
             return
-        try:
-            started = self._transfer.start_offload(keys, ids, session=request.session)
-        except kvtier.ClientClosed as error:
-            self._broken(error)
-            return
-        self._offloads.append(started)
+        transfer = self._started(
+            partial(self._transfer.start_offload, keys, ids, session=request.session)
+        )
+        if transfer is None:
+            self.counts["offload_skipped_pages"] += len(keys)
+        else:
+            self._offloads.append(transfer)
 
     def poll(self) -> None:
-        """Counts offloads that have ended."""
-        for transfer in list(self._offloads):
-            try:
-                result = transfer.poll()
-            except KvtierError as error:
-                self._broken(error)
-                result = OffloadResult(reasons=())
-            if result is None:
-                continue
+        """Counts offloads that have ended, and forgets loads that were given up and have ended."""
+        self._given_up = [one for one in self._given_up if not one.is_done]
+        for transfer in [one for one in self._offloads if one.is_done]:
             self._offloads.remove(transfer)
-            for reason in result.reasons:
-                self.counts[f"offload_{reason.name.lower()}_pages"] += 1
-            if {reason.name for reason in result.reasons} & {code.name for code in _AWAY}:
-                self._be_away()
+            result = attempted(transfer.poll, "offload")
+            if isinstance(result, Exception):
+                self._note(result)
+            elif result is not None:
+                for reason in result.reasons:
+                    self.counts[f"offload_{reason.name.lower()}_pages"] += 1
+                if not _AWAY_PUT.isdisjoint(result.reasons):
+                    self._be_away()
+
+    def wait(self, seconds: float) -> bool:
+        """Until a transfer is done, as far as can be told from the one longest under way, or that
+        long. False, at once, when none is under way.
+        """
+        under_way: list[Transfer[LoadResult] | Transfer[OffloadResult]]
+        under_way = [*self._loads, *self._given_up, *self._offloads]
+        if not under_way:
+            return False
+        if not any(transfer.is_done for transfer in under_way):
+            attempted(partial(under_way[0].wait, seconds), None)  # `poll` says how it ended
+        return True
 
     @property
     def is_idle(self) -> bool:
@@ -127,12 +167,9 @@ class KvtierTiers:
         """Waits for the offloads under way. False: some are not done in time."""
         until = time.monotonic() + timeout_seconds
         for transfer in list(self._offloads):
-            try:
-                transfer.wait(max(0.0, until - time.monotonic()))
-            except kvtier.DeadlineExceeded:
-                return False
+            attempted(partial(transfer.wait, max(0.0, until - time.monotonic())), None)
         self.poll()
-        return True
+        return self.is_idle
 
     def close(self) -> None:
         """Drops what has not begun; waits for what has, which keeps to its deadline."""
@@ -140,11 +177,25 @@ class KvtierTiers:
         self._transfer.close()
         self.poll()
 
-    def _broken(self, error: KvtierError) -> None:
-        """The connection is closed, or does not fit any more: prompts are computed from then on."""
-        self.counts["transfers_broken"] += 1
-        log.warning("engine.tiers_broken", extra={"error": str(error)})
-        self._be_away()
+    def _started(self, start: Callable[[], Transfer[R]]) -> Transfer[R] | None:
+        transfer = attempted(start, "transfer")
+        if isinstance(transfer, PageNotHeld):  # nothing of the service: the caller's table is wrong
+            raise transfer
+        if isinstance(transfer, Exception):
+            self._note(transfer)
+            return None
+        return transfer
+
+    def _note(self, error: Exception) -> None:
+        """Does this say that nobody can use the service (it is closed, or does not fit), or is it
+        of one transfer alone?
+        """
+        is_input = isinstance(error, InvalidInput) and not isinstance(error, LayoutError)
+        if is_input or not isinstance(error, KvtierError):
+            self.counts["transfers_failed"] += 1
+        else:
+            self.counts["transfers_broken"] += 1
+            self._be_away()
 
     def _be_away(self) -> None:
         now = time.monotonic()

@@ -15,13 +15,14 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers.decoders import DecodeStream
 
 from kvtier_engine.errors import InvalidRequest, ModelUnusable
 
 __all__ = ["TextStream", "Tokenizer"]
 
 _REMEDY = "use a model directory with the tokenizer.json that its model was trained with"
+#: Decoders put it where bytes are no character, or not yet.
+_NO_CHARACTER = "\ufffd"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -99,15 +100,36 @@ class Tokenizer:
 
 
 class TextStream:
-    """Tokens in, text out as soon as it is whole characters."""
+    """Tokens in, text out as soon as it is whole characters.
+
+    A token's text depends on the one before (say a space at the beginning), so what was told last
+    is decoded again with what is new. Of `tokenizers` DecodeStream does the same, but raises when
+    the old text comes out another way, which bytes that are no characters lead to.
+    """
 
     def __init__(self, raw: RawTokenizer) -> None:
         self._raw = raw
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._told: list[int] = []
+        self._told_text = ""
+        self._new: list[int] = []
 
     def add(self, token: int) -> str:
         """The text that this token completes, often "" in the middle of a character."""
-        return self._stream.step(self._raw, token) or ""
+        self._new.append(token)
+        whole = self._decoded(self._told + self._new)
+        if whole.endswith(_NO_CHARACTER):
+            return ""
+        if whole.startswith(self._told_text):
+            text = whole[len(self._told_text) :]
+        else:  # what was told cannot be taken back: the new tokens alone
+            text = self._decoded(self._new)
+        if text:
+            self._told, self._new = self._new, []
+            self._told_text = self._decoded(self._told)
+        return text
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self._raw.decode(ids, skip_special_tokens=True))
 
 
 def _template_of(settings: Mapping[str, Any]) -> Any:

@@ -28,8 +28,9 @@ LOGPROBS_MAX = 20
 class Sampling:
     """How tokens are chosen. Raises InvalidRequest for values outside their range.
 
-    `temperature` 0 takes the likeliest. `top_k` 0 and `top_p` 1 leave nothing out. Equal `seed`s
-    draw equal numbers; None draws anew. `max_tokens` None is as many as there is room for.
+    `temperature` 0, or next to it, takes the likeliest. `top_k` 0 and `top_p` 1 leave nothing out.
+    Equal `seed`s draw equal numbers; None draws anew. `max_tokens` None is as many as there is room
+    for.
     `logprobs` is how many alternatives are reported beside the chosen token, None for none at all.
     """
 

@@ -6,11 +6,15 @@ Only the engine's thread touches it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+
+import torch
 
 from kvtier import GetCode
 from kvtier.client.device import DevicePool, LoadResult, PageTable, Transfer
 from kvtier_engine.cache.radix import Lock
+from kvtier_engine.errors import EngineInconsistent
 from kvtier_engine.sampling import Chooser
 from kvtier_engine.schedule.output import Output
 from kvtier_engine.schedule.request import CachedTokens, Request
@@ -55,17 +59,26 @@ class Sequence:
         self.table = PageTable(pool)
         self.ready: list[bool] = []
         self.computed: set[int] = set()
+        #: Least and greatest number of each page that was computed, where the pages lie.
+        self.extremes: list[torch.Tensor] = []
         self.prefill_tokens = 0
         self.lock: Lock | None = None
         self.loading: Loading | None = None
         self.found: Counter[str] = Counter()
         self.preemptions = 0
+        self._keys: SequenceOf[bytes] | None = None
         self._page_tokens = pool.form.page_tokens
         self.chunk_pages = chunk_pages
 
     def fire(self, event: Event) -> None:
         """Raises EngineInconsistent for an event that cannot be there, and changes nothing."""
         self.state = after(self.state, event)
+
+    def keys(self, of_tokens: Callable[[SequenceOf[int]], SequenceOf[bytes]]) -> SequenceOf[bytes]:
+        """One key for each full page of the prompt, hashed once."""
+        if self._keys is None:
+            self._keys = of_tokens(self.request.prompt)
+        return self._keys
 
     @property
     def prompt_tokens(self) -> int:
@@ -95,13 +108,15 @@ class Sequence:
         self.prefill_tokens = len(self.tokens)
         self.ready = [place < found for place in range(pages)]
         self.computed = set()
+        self.extremes = []
         if not self.preemptions:
             self.found["device"] += found
 
     def take_loaded(self, result: LoadResult) -> None:
         """Marks what a load brought. A chunk of which a page is missing is computed whole."""
         loading, self.loading = self.loading, None
-        assert loading is not None, "no load"
+        if loading is None:
+            raise EngineInconsistent("a load that nobody began", remedy="report this: a defect")
         reasons = result.reasons
         for at in range(0, len(reasons), self.chunk_pages):
             part = slice(at, at + self.chunk_pages)
