@@ -86,31 +86,6 @@ def test_models_health_and_metrics(served: Served) -> None:
     assert served.post("/v1/completions", prompt="ab")[0] == 503
 
 
-BAD: dict[str, tuple[dict[str, object], str]] = {
-    "temperature": ({"prompt": "a", "temperature": -1}, "temperature is -1"),
-    "text": ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
-    "top_p": ({"prompt": "a", "top_p": 2}, "top_p is 2"),
-    "unknown": ({"prompt": "a", "colour": 1}, "an argument nobody knows: colour"),
-    "n": ({"prompt": "a", "n": 2}, "n is 2"),
-    "no prompt": ({}, "prompt is None"),
-    "empty": ({"prompt": []}, "an empty prompt"),
-    "two": ({"prompt": ["a", "b"]}, "prompt is"),
-    "foreign": ({"prompt": [9999]}, "a token outside"),
-    "long": ({"prompt": "a" * 600}, "do not fit into 512"),
-    "tokens": ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
-    "stop": ({"prompt": "a", "stop": [1]}, "stop is"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_named(served: Served, name: str) -> None:
-    body, said = BAD[name]
-    status, content, _ = served.post("/v1/completions", **body)
-    assert status == 400
-    assert said in content["error"]["message"]
-    assert content["error"]["type"] == "invalid_request_error"
-
-
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
     [
