@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE, Popen
+from types import SimpleNamespace
 
+import pytest
+
+from kvtier_engine.server import command
+from kvtier_engine.server.errors import NetworkUnprotected
 from tests.engine.tiny_gguf import gguf_of, tiny_model
 
 # The command as `kvtier` loads it, without the entry point of an installation.
@@ -24,12 +32,22 @@ sys.exit(args.run(args))
 """
 
 
-def test_it_serves_a_gguf_file_without_a_daemon_and_ends_in_order(tmp_path: Path) -> None:
+# Before it: a model that takes its time, so that a signal comes in the middle of an answer.
+SLOW = """
+import time
+from kvtier_engine.engine import Engine
+step = Engine.step
+Engine.step = lambda engine: (time.sleep(0.02), step(engine))[1]
+"""
+
+
+@contextmanager
+def command_of(code: str, tmp_path: Path, *words: str) -> Iterator[tuple[Popen[str], int]]:
+    """The process and its port, once it serves."""
     gguf = gguf_of(tiny_model(), tmp_path / "tiny.gguf")
-    words = ["engine", "--model", str(gguf), "--port", "0", "--page-tokens", "16"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", CODE, *words, "--kvtier", f"unix://{tmp_path}/none.sock"],
-        stderr=subprocess.PIPE,
+    process = Popen(
+        [sys.executable, "-c", code, "engine", "--model", str(gguf), "--port", "0", *words],
+        stderr=PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -40,16 +58,51 @@ def test_it_serves_a_gguf_file_without_a_daemon_and_ends_in_order(tmp_path: Path
             line = process.stderr.readline()
             assert line, said
             said += line
-        connection = http.client.HTTPConnection("127.0.0.1", int(ready[1]), timeout=50)
-        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 3, "ignore_eos": True}
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        answer = json.loads(connection.getresponse().read())
-        connection.close()
-        assert answer["usage"]["completion_tokens"] == 3
-        process.send_signal(signal.SIGTERM)
-        _, rest = process.communicate(timeout=50)
-        assert process.returncode == 0, said + rest
+        yield process, int(ready[1])
     finally:
         if process.poll() is None:
             process.kill()
-            process.communicate()
+        process.communicate()
+
+
+def test_it_serves_a_gguf_file_without_a_daemon_and_tells_its_clients_of_its_end(
+    tmp_path: Path,
+) -> None:
+    words = ["--page-tokens", "16", "--kvtier", f"unix://{tmp_path}/none.sock"]
+    with command_of(SLOW + CODE, tmp_path, *words) as (process, port):
+        idle, busy = (http.client.HTTPConnection("127.0.0.1", port, timeout=50) for _ in "ab")
+        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 3, "ignore_eos": True}
+        idle.request("POST", "/v1/completions", json.dumps(body))
+        answer = json.loads(idle.getresponse().read())
+        assert answer["usage"]["completion_tokens"] == 3
+
+        body |= {"max_tokens": 100, "stream": True, "logprobs": 0}
+        busy.request("POST", "/v1/completions", json.dumps(body))
+        response = busy.getresponse()
+        assert b'"choices"' in response.readline()
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=50)
+        assert process.returncode == 0, rest
+        assert "Traceback" not in rest
+        *_, last = response.read().decode().split("data: ")
+        assert json.loads(last)["error"]["code"] == "engine_closed"
+        idle.close()
+        busy.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.1", "example", ""])
+def test_the_network_is_let_in_only_where_somebody_says_so(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[str] = []
+    server = SimpleNamespace(run=lambda args: served.append(args.host) or 0)
+    monkeypatch.setattr(command.importlib, "import_module", lambda name: server)
+    parser = argparse.ArgumentParser()
+    command.register(parser.add_subparsers())
+    with pytest.raises(NetworkUnprotected) as caught:
+        command.run(parser.parse_args(["engine", "--host", host]))
+    assert "--allow-insecure-network" in caught.value.remedy
+    assert not served
+    for words in (["--host", host, "--allow-insecure-network"], ["--host", "::1"], []):
+        assert command.run(parser.parse_args(["engine", *words])) == 0
+    assert served == [host, "::1", "127.0.0.1"]

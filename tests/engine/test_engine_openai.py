@@ -54,6 +54,12 @@ def test_errors_are_the_classes_that_clients_expect(client: Any, served: Served)
         client.completions.create(model="tiny", prompt="a", temperature=-1)
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="a" * 600)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.APIStatusError) as large:
+        client.completions.create(model="tiny", prompt="a" * (9 << 20))
+    assert (large.value.status_code, large.value.code) == (413, "request_too_large")
     served.engine.close()
     with pytest.raises(openai.InternalServerError, match="the engine is closed"):
         client.completions.create(model="tiny", prompt="a")

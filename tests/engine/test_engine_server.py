@@ -5,8 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,31 +86,6 @@ def test_models_health_and_metrics(served: Served) -> None:
     assert served.post("/v1/completions", prompt="ab")[0] == 503
 
 
-BAD: dict[str, tuple[dict[str, object], str]] = {
-    "temperature": ({"prompt": "a", "temperature": -1}, "temperature is -1"),
-    "text": ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
-    "top_p": ({"prompt": "a", "top_p": 2}, "top_p is 2"),
-    "unknown": ({"prompt": "a", "colour": 1}, "an argument nobody knows: colour"),
-    "n": ({"prompt": "a", "n": 2}, "n is 2"),
-    "no prompt": ({}, "prompt is None"),
-    "empty": ({"prompt": []}, "an empty prompt"),
-    "two": ({"prompt": ["a", "b"]}, "prompt is"),
-    "foreign": ({"prompt": [9999]}, "a token outside"),
-    "long": ({"prompt": "a" * 600}, "do not fit into 512"),
-    "tokens": ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
-    "stop": ({"prompt": "a", "stop": [1]}, "stop is"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_named(served: Served, name: str) -> None:
-    body, said = BAD[name]
-    status, content, _ = served.post("/v1/completions", **body)
-    assert status == 400
-    assert said in content["error"]["message"]
-    assert content["error"]["type"] == "invalid_request_error"
-
-
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
     [
@@ -148,41 +121,3 @@ def test_a_connection_is_used_again_and_garbage_ends_it_alone(served: Served) ->
         raw.sendall(b"what is this\r\n\r\n")
         assert b" 400 " in raw.recv(1000)
     assert served.call("GET", "/health")[0] == 200
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "did not come about"
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_client_that_goes_away_ends_its_request(served: Served, stream: bool) -> None:
-    body = {"model": "tiny", "prompt": "abc", "max_tokens": 500, "ignore_eos": True}
-    data = json.dumps(body | {"stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as raw:
-        raw.sendall(head.encode() + data)
-        until(lambda: served.engine.stats()["requests_running"] == 1)
-    until(lambda: not served.engine.has_work)
-    assert served.engine.stats()["requests_failed"] == 1
-
-
-def test_over_the_bound_it_is_429_with_retry_after() -> None:
-    for served in serve(engine_of(tiny_model(), queue_requests_max=1, running_requests_max=1)):
-        answers: list[tuple[int, Any, dict[str, str]]] = []
-
-        def ask(to: Served = served, into: list[Any] = answers) -> None:
-            into.append(to.post("/v1/completions", prompt="abc", max_tokens=200, ignore_eos=True))
-
-        threads = [threading.Thread(target=ask) for _ in range(12)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        statuses = [status for status, _, _ in answers]
-        assert set(statuses) == {200, 429}
-        refused = next(answer for answer in answers if answer[0] == 429)
-        assert refused[2]["retry-after"] == "1"
-        assert refused[1]["error"]["code"] == "queue_full"

@@ -304,8 +304,10 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("where", STARTS)
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError, kvtier.ClientClosed])
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [("load", RuntimeError), ("offload", ValueError), ("poll", kvtier.ClientClosed)],
+)
 def test_a_transfer_that_raises_costs_a_load_and_nothing_else(
     model: LoadedModel,
     cold: list[tuple[int, ...]],

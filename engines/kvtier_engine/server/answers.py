@@ -14,14 +14,17 @@ from kvtier.errors import KvtierError
 from kvtier_engine.errors import EngineClosed, InvalidRequest, KvTagMismatch, QueueFull
 from kvtier_engine.model.tokens import Tokenizer
 from kvtier_engine.schedule.request import Completion, Delta, TokenLogprob
-from kvtier_engine.server.http import Answer
+from kvtier_engine.server.errors import ArgumentInvalid, ContextExceeded, UnknownModel
+from kvtier_engine.server.http import RETRY_SECONDS, Answer, error_content
 
 __all__ = ["DONE", "Wording", "error_answer", "error_event", "usage_of"]
 
 DONE = "[DONE]"
-RETRY_SECONDS = 1
 #: Error -> (status, OpenAI's type, code).
 _ERRORS: dict[type[KvtierError], tuple[int, str, str]] = {
+    ArgumentInvalid: (400, "invalid_request_error", "invalid_request"),
+    ContextExceeded: (400, "invalid_request_error", "context_length_exceeded"),
+    UnknownModel: (404, "invalid_request_error", "model_not_found"),
     InvalidRequest: (400, "invalid_request_error", "invalid_request"),
     QueueFull: (429, "rate_limit_error", "queue_full"),
     EngineClosed: (503, "server_error", "engine_closed"),
@@ -127,18 +130,15 @@ def usage_of(done: Completion) -> dict[str, Any]:
 
 def error_answer(error: KvtierError) -> Answer:
     status, kind, code = _ERRORS.get(type(error), (500, "server_error", "request_failed"))
-    headers = {"retry-after": str(RETRY_SECONDS)} if status == 429 else {}
-    return Answer(status=status, content=_error(error, kind, code), headers=headers)
+    headers = {"retry-after": str(RETRY_SECONDS)} if status in (429, 503) else {}
+    param = error.param if isinstance(error, ArgumentInvalid | ContextExceeded) else None
+    content = error_content(f"{error}; {error.remedy}", kind, code, param)
+    return Answer(status=status, content=content, headers=headers)
 
 
 def error_event(error: KvtierError) -> str:
     """An error in the middle of a stream, whose status has been sent long since."""
     return json.dumps(error_answer(error).content)
-
-
-def _error(error: KvtierError, kind: str, code: str) -> dict[str, Any]:
-    message = f"{error}; {error.remedy}"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:

@@ -1,75 +1,146 @@
 """The routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
 
-The engine computes in its own thread; what it says comes to the event loop through one queue a
-request. A client that goes away ends its request in the engine.
+The engine computes in its own thread, bodies are read in a few others; what the engine says comes
+to the event loop through one queue a request. A client that goes away ends its request in the
+engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 from kvtier.errors import KvtierError
 from kvtier_engine.engine import Engine
-from kvtier_engine.handle import Outcome
-from kvtier_engine.schedule.request import Completion, Delta
+from kvtier_engine.errors import EngineClosed, QueueFull
+from kvtier_engine.schedule.request import Delta
 from kvtier_engine.server.answers import DONE, Wording, error_answer, error_event
-from kvtier_engine.server.bodies import Asked, read_chat, read_completion, read_object
-from kvtier_engine.server.http import Answer, HttpRequest, Stream, serve_connection
+from kvtier_engine.server.bodies import Asked, Bodies
+from kvtier_engine.server.http import Answer, HttpRequest, Stream, error_content
+from kvtier_engine.server.limits import Limits
+from kvtier_engine.server.listener import Listener
+from kvtier_engine.server.metrics import metrics_text
+from kvtier_engine.server.pulse import Pulse
+from kvtier_engine.server.told import Told
 
-__all__ = ["App", "listen"]
+__all__ = ["App", "serving"]
 
-_POSTS = ("/v1/completions", "/v1/chat/completions")
+_CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
+#: A tokenizer computes without the interpreter's lock; more threads than these starve the engine.
+_ENCODING_THREADS = 2
 
 
 class App:
     """One engine, under the name of its model. Belongs to one event loop."""
 
-    def __init__(self, engine: Engine, *, name: str = "") -> None:
+    def __init__(self, engine: Engine, *, name: str = "", limits: Limits | None = None) -> None:
         self._engine = engine
         self.name = name or engine.model.name
+        self.limits = limits or Limits()
+        pool = engine.pool
+        self._bodies = Bodies(
+            model=self.name,
+            tokenizer=engine.model.tokenizer,
+            room_tokens=min(
+                engine.model.network.config.context_tokens, pool.pages * pool.form.page_tokens
+            ),
+        )
+        self._encoder = ThreadPoolExecutor(_ENCODING_THREADS, thread_name_prefix="kvtier-encode")
+        self._encodings = 0
+        self._pulse = Pulse(engine, self.limits.stall_seconds_max)
+        self._told: set[Told] = set()
+        self._counts = Counter(
+            requests_cancelled=0, requests_done=0, requests_failed=0, requests_refused=0
+        )
         self._started = _now()
+        self._end: EngineClosed | None = None
 
     async def handle(self, request: HttpRequest) -> Answer | Stream:
         """Answers every request; what is wrong with it is in the answer."""
-        route = (request.method, request.path)
-        try:
-            if route == ("POST", "/v1/chat/completions"):
-                asked = read_chat(read_object(request.body), self._engine.model.tokenizer)
-                return await self._serve(asked, is_chat=True)
-            if route == ("POST", "/v1/completions"):
-                asked = read_completion(read_object(request.body), self._engine.model.tokenizer)
-                return await self._serve(asked, is_chat=False)
-        except KvtierError as error:
-            return error_answer(error)
-        if request.method == "GET":
-            return self._get(request.path)
-        return _refused(
-            405 if request.path in _POSTS else 404, f"no {request.method} {request.path}"
-        )
+        method = "GET" if request.method == "HEAD" else request.method
+        reading = {_CHAT: self._bodies.chat, _COMPLETION: self._bodies.completion}.get(request.path)
+        answer = self._get(request.path)
+        if reading is None and answer is None:
+            return _refused(404, f"no {request.method} {request.path}")
+        if reading is not None and method == "POST":
+            try:
+                asked = await self._read(reading, request.body)
+                return await self._serve(asked, is_chat=request.path == _CHAT)
+            except KvtierError as error:
+                return error_answer(error)
+        if answer is not None and method == "GET":
+            return answer
+        allowed = "POST" if answer is None else "GET, HEAD"
+        return _refused(405, f"no {request.method} {request.path}", allow=allowed)
 
-    def _get(self, path: str) -> Answer:
+    async def watch(self) -> None:
+        """Looks after the engine, until it is cancelled."""
+        await self._pulse.watch()
+
+    def end(self) -> None:
+        """Ends those who wait for the engine, and whoever comes, with EngineClosed."""
+        self._end = EngineClosed("the server is ending", remedy="ask again when it is back")
+        for told in list(self._told):
+            told.end_with(self._end)
+
+    async def close(self) -> None:
+        """Waits for the bodies that are read now; each is bounded."""
+        await asyncio.to_thread(self._encoder.shutdown, cancel_futures=True)
+
+    def _get(self, path: str) -> Answer | None:
+        """None for what is not there to get."""
         if path == "/health":
-            closed = self._engine.is_closed
-            status = "closed" if closed else "ok"
-            return Answer(status=503 if closed else 200, content={"status": status})
+            return self._health()
         if path == "/metrics":
-            return Answer(content=_metrics(self._engine.stats()))
+            age = round(self._pulse.look(), 3)
+            stats = self._engine.stats()
+            refused = stats["requests_refused"] + self._counts["requests_refused"]
+            counts = {**self._counts, "requests_refused": refused, "step_age_seconds": age}
+            return Answer(content=metrics_text(stats | counts))
         model = {"id": self.name, "object": "model", "created": self._started, "owned_by": "kvtier"}
         if path == "/v1/models":
             return Answer(content={"object": "list", "data": [model]})
-        if path == f"/v1/models/{self.name}":
-            return Answer(content=model)
-        return _refused(405 if path in _POSTS else 404, f"no GET {path}")
+        return Answer(content=model) if path == f"/v1/models/{self.name}" else None
+
+    def _health(self) -> Answer:
+        status = "ok"
+        if self._end is not None or self._engine.is_closed:
+            status = "closed"
+        elif self._pulse.is_stalled:
+            status = "stalled"
+        return Answer(status=200 if status == "ok" else 503, content={"status": status})
+
+    async def _read(self, reading: Callable[[bytes], Asked], body: bytes) -> Asked:
+        """In another thread: an event loop that makes tokens answers nobody. Raises KvtierError."""
+        self._check_open()
+        waiting, many = self._engine.stats()["requests_waiting"], self.limits.encodings_max
+        if waiting >= self._engine.settings.queue_requests_max or self._encodings >= many:
+            self._counts["requests_refused"] += 1
+            raise QueueFull(
+                f"{waiting} requests wait already, and {self._encodings} to be read",
+                remedy="ask again in some seconds",
+            )
+        self._encodings += 1
+        loop, future = asyncio.get_running_loop(), self._encoder.submit(reading, body)
+        # One that a client gave up counts until the thread is done with it.
+        future.add_done_callback(lambda _: _soon(loop, self._encoded))
+        return await asyncio.wrap_future(future)
+
+    def _encoded(self) -> None:
+        self._encodings -= 1
+
+    def _check_open(self) -> None:
+        if self._end is not None:
+            raise self._end
 
     async def _serve(self, asked: Asked, *, is_chat: bool) -> Answer | Stream:
         """Raises KvtierError while nothing has been sent."""
-        if asked.model != self.name:
-            return _refused(
-                404, f"no model {asked.model!r}, this is {self.name!r}", "model_not_found"
-            )
+        self._check_open()
         wording = Wording(
             is_chat=is_chat,
             identifier=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -77,43 +148,23 @@ class App:
             model=self.name,
             tokenizer=self._engine.model.tokenizer,
         )
-        told = _Told()
+        told = Told(self._counts)
         handle = self._engine.submit(asked.request, sink=told.put)
+        self._told.add(told)
+
+        def ended() -> None:
+            self._told.discard(told)
+            self._engine.cancel(handle)
+
         if asked.is_stream:
-            return Stream(
-                events=_events(asked, wording, told), ended=lambda: self._engine.cancel(handle)
-            )
+            return Stream(events=_events(asked, wording, told), ended=ended)
         try:
             return Answer(content=wording.whole(await told.end()))
         finally:
-            self._engine.cancel(handle)
+            ended()
 
 
-class _Told:
-    """What the engine's thread says, for the loop in which this was made."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Outcome] = asyncio.Queue()
-
-    def put(self, outcome: Outcome) -> None:
-        """Called in the engine's thread. After the loop has ended nobody listens."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, outcome)
-
-    async def next(self) -> Outcome:
-        return await self._queue.get()
-
-    async def end(self) -> Completion:
-        """Skips the deltas. Raises the request's error."""
-        while isinstance(outcome := await self._queue.get(), Delta):
-            pass
-        if isinstance(outcome, KvtierError):
-            raise outcome
-        return outcome
-
-
-async def _events(asked: Asked, wording: Wording, told: _Told) -> AsyncGenerator[str, None]:
+async def _events(asked: Asked, wording: Wording, told: Told) -> AsyncGenerator[str, None]:
     if opening := wording.opening():
         yield opening
     while isinstance(outcome := await told.next(), Delta):
@@ -128,26 +179,34 @@ async def _events(asked: Asked, wording: Wording, told: _Told) -> AsyncGenerator
     yield DONE
 
 
-async def listen(app: App, host: str, port: int) -> asyncio.Server:
-    """Serves on host:port (0: any free one) until the server is closed."""
-    return await asyncio.start_server(
-        lambda reader, writer: serve_connection(reader, writer, app.handle), host, port
-    )
+@contextlib.asynccontextmanager
+async def serving(app: App, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
+    """Serves on host:port (0: any free one), and says where. At the end nobody is let in, those
+    who wait are told so and given their time, and nothing is left. Raises OSError.
+    """
+    listener = Listener(app.handle, app.limits)
+    address = await listener.start(host, port)
+    watching = asyncio.ensure_future(app.watch())
+    try:
+        yield address
+    finally:
+        listener.stop_accepting()
+        app.end()
+        await listener.close()
+        watching.cancel()
+        await asyncio.wait({watching})
+        await app.close()
 
 
-def _refused(status: int, message: str, code: str = "not_found") -> Answer:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return Answer(status=status, content={"error": error})
+def _refused(status: int, message: str, *, allow: str = "") -> Answer:
+    code = "method_not_allowed" if allow else "not_found"
+    content = error_content(message, "invalid_request_error", code)
+    return Answer(status=status, content=content, headers={"allow": allow} if allow else {})
 
 
-def _metrics(stats: dict[str, int]) -> str:
-    """Prometheus' text form: numbers of now are gauges, the others counters."""
-    lines = []
-    for name, value in sorted(stats.items()):
-        is_gauge = name.startswith(("pages", "requests_waiting", "requests_running"))
-        full = f"kvtier_engine_{name}" if is_gauge else f"kvtier_engine_{name}_total"
-        lines += [f"# TYPE {full} {'gauge' if is_gauge else 'counter'}", f"{full} {value}"]
-    return "\n".join(lines) + "\n"
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody counts any more
+        loop.call_soon_threadsafe(call)
 
 
 def _now() -> int:

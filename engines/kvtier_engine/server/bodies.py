@@ -5,7 +5,9 @@ Pure functions; any thread.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +15,14 @@ from typing import Any
 from kvtier_engine.errors import InvalidRequest
 from kvtier_engine.model.tokens import Tokenizer
 from kvtier_engine.schedule.request import Request, Sampling
+from kvtier_engine.server.errors import ArgumentInvalid, ContextExceeded, UnknownModel
 
-__all__ = ["Asked", "read_chat", "read_completion", "read_object"]
+__all__ = ["Asked", "Bodies", "read_object"]
+
+#: OpenAI's, for completions that do not say how many.
+COMPLETION_TOKENS = 16
+CHARACTERS_PER_TOKEN_MAX = 16
+SESSION_BYTES_MAX = 64
 
 #: Taken and of no effect: they steer what this engine does not have, or name the caller.
 _IGNORED = {"metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key"}
@@ -48,83 +56,178 @@ class Asked:
     with_usage: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bodies:
+    """Reads the bodies for one model, which clients call `model`. `room_tokens` is what a prompt
+    and its answer may have together.
+
+    Raises ArgumentInvalid, ContextExceeded, UnknownModel, InvalidRequest. The cheap checks come
+    first: a text that is surely too long is not made to tokens.
+    """
+
+    model: str
+    tokenizer: Tokenizer
+    room_tokens: int
+
+    def completion(self, body: bytes) -> Asked:
+        """/v1/completions. `prompt` is one text, or one list of token ids."""
+        read = self._object(body, {"prompt"})
+        prompt = read.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            self._check_characters(len(prompt), "prompt")
+            ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, list):
+            self._check_room(len(prompt), 1, "prompt")
+            if not all(type(token) is int for token in prompt):
+                raise _wrong("prompt", prompt, "one text, or one list of token ids")
+            ids = prompt
+        else:
+            raise _wrong("prompt", prompt, "one text, or one list of token ids")
+        logprobs = _one(read, "logprobs", int, "a whole number")
+        rest = max(1, self.room_tokens - len(ids))
+        return self._asked(read, ids, logprobs, ("prompt", min(COMPLETION_TOKENS, rest)))
+
+    def chat(self, body: bytes) -> Asked:
+        """/v1/chat/completions."""
+        read = self._object(body, {"messages", "top_logprobs"})
+        given = read.get("messages")
+        if not isinstance(given, list) or not given:
+            raise _wrong("messages", given, "a list of messages")
+        messages = [_message(index, message) for index, message in enumerate(given)]
+        characters = sum(len(one["role"]) + len(one["content"]) + 1 for one in messages)
+        self._check_characters(characters, "messages")
+        text = self.tokenizer.chat(messages)
+        wants_logprobs = _one(read, "logprobs", bool, "true or false")
+        count = _one(read, "top_logprobs", int, "a whole number")
+        ids = self.tokenizer.encode(text, special=False)
+        return self._asked(read, ids, (count or 0) if wants_logprobs else None, ("messages", None))
+
+    def _object(self, body: bytes, own: set[str]) -> dict[str, Any]:
+        read = read_object(body)
+        model = _one(read, "model", str, "the name of a model")
+        if model is None:
+            raise _wrong("model", None, "the name of a model")
+        if model != self.model:
+            raise UnknownModel(f"no model {_shown(model)}", remedy=f"ask for {self.model!r}")
+        _check_names(read, own)
+        return read
+
+    def _asked(
+        self,
+        body: Mapping[str, Any],
+        ids: list[int],
+        logprobs: int | None,
+        defaults: tuple[str, int | None],
+    ) -> Asked:
+        """`defaults`: the name of the prompt's field, and how many tokens if nobody says."""
+        options = _one(body, "stream_options", dict, "an object") or {}
+        field, tokens_max = defaults
+        sampling = _sampling(body, logprobs, tokens_max)
+        self._check_room(len(ids), sampling.max_tokens or 1, field)
+        session = _session(_one(body, "user", str, "a text") or "")
+        return Asked(
+            model=self.model,
+            request=Request(prompt=tuple(ids), sampling=sampling, session=session),
+            is_stream=bool(_one(body, "stream", bool, "true or false")),
+            with_usage=bool(_one(options, "include_usage", bool, "true or false")),
+        )
+
+    def _check_characters(self, count: int, param: str) -> None:
+        """Nothing that people write has so many characters a token."""
+        limit = CHARACTERS_PER_TOKEN_MAX * self.room_tokens
+        if count > limit:
+            raise _too_long(f"{count} characters do not fit into {self.room_tokens} tokens", param)
+
+    def _check_room(self, prompt: int, wanted: int, param: str) -> None:
+        if prompt + wanted > self.room_tokens:
+            raise _too_long(
+                f"{prompt} prompt tokens and {wanted} more do not fit into {self.room_tokens}",
+                param,
+            )
+
+
 def read_object(body: bytes) -> dict[str, Any]:
-    """Raises InvalidRequest unless `body` is a JSON object."""
+    """Raises ArgumentInvalid unless `body` is a JSON object whose texts are Unicode texts."""
     try:
-        read = json.loads(body)
+        read = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is no JSON: {error}", remedy="send a JSON object") from None
+        raise ArgumentInvalid(
+            f"the body is no JSON: {error}", remedy="send a JSON object in UTF-8"
+        ) from None
     if not isinstance(read, dict):
-        raise InvalidRequest("the body is no JSON object", remedy="send a JSON object")
+        raise ArgumentInvalid("the body is no JSON object", remedy="send a JSON object")
+    if b"\\u" in body:  # only so can half of a pair come through UTF-8
+        for name, value in read.items():
+            _check_text(name, value)
     return read
 
 
-def read_completion(body: Mapping[str, Any], tokenizer: Tokenizer) -> Asked:
-    """/v1/completions. `prompt` is one text, or one list of token ids. Raises InvalidRequest."""
-    _check_names(body, {"prompt"})
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
-    elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        ids = prompt
-    else:
-        raise _wrong("prompt", prompt, "one text, or one list of token ids")
-    logprobs = _one(body, "logprobs", int, "a whole number")
-    return _asked(body, ids, logprobs)
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
-def read_chat(body: Mapping[str, Any], tokenizer: Tokenizer) -> Asked:
-    """/v1/chat/completions. Raises InvalidRequest."""
-    _check_names(body, {"messages", "top_logprobs"})
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", messages, "a list of messages")
-    text = tokenizer.chat([_message(index, message) for index, message in enumerate(messages)])
-    wants_logprobs = _one(body, "logprobs", bool, "true or false")
-    count = _one(body, "top_logprobs", int, "a whole number")
-    return _asked(
-        body, tokenizer.encode(text, special=False), (count or 0) if wants_logprobs else None
-    )
+def _check_text(name: str, value: object) -> None:
+    try:
+        json.dumps([name, value], ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        raise ArgumentInvalid(
+            f"{_shown(name)} has a text with half of a surrogate pair, which is no character",
+            remedy="send whole characters",
+            param=name,
+        ) from None
 
 
-def _asked(body: Mapping[str, Any], ids: list[int], logprobs: int | None) -> Asked:
-    model = _one(body, "model", str, "the name of a model")
-    if model is None:
-        raise _wrong("model", None, "the name of a model")
-    number = "a number"
-    tokens = "a whole number"
-    limit = _one(body, "max_completion_tokens", int, tokens)
+def _session(user: str) -> str:
+    """The user as a session's name: itself, or its hash where it is longer than kvtier takes."""
+    data = user.encode()
+    return user if len(data) <= SESSION_BYTES_MAX else hashlib.sha256(data).hexdigest()
+
+
+def _sampling(body: Mapping[str, Any], logprobs: int | None, tokens_max: int | None) -> Sampling:
+    number, whole = "a number", "a whole number"
+    limit = _one(body, "max_completion_tokens", int, whole)
+    if limit is None:
+        limit = _one(body, "max_tokens", int, whole)
     temperature = _one(body, "temperature", float, number)
     top_p = _one(body, "top_p", float, number)
-    options = _one(body, "stream_options", dict, "an object") or {}
-    sampling = Sampling(
-        max_tokens=_one(body, "max_tokens", int, tokens) if limit is None else limit,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        top_k=_one(body, "top_k", int, tokens) or 0,
-        seed=_one(body, "seed", int, tokens),
-        stop=_stops(body.get("stop")),
-        logprobs=logprobs,
-        ignore_end=bool(_one(body, "ignore_eos", bool, "true or false")),
-    )
-    session = _one(body, "user", str, "a text") or ""
-    return Asked(
-        model=model,
-        request=Request(prompt=tuple(ids), sampling=sampling, session=session[:64]),
-        is_stream=bool(_one(body, "stream", bool, "true or false")),
-        with_usage=bool(options.get("include_usage")),
-    )
+    top_k = _one(body, "top_k", int, whole) or 0
+    seed = _one(body, "seed", int, whole)
+    stop = _stops(body.get("stop"))
+    ignore_end = bool(_one(body, "ignore_eos", bool, "true or false"))
+    try:
+        return Sampling(
+            max_tokens=tokens_max if limit is None else limit,
+            temperature=1.0 if temperature is None else temperature,
+            top_p=1.0 if top_p is None else top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=stop,
+            logprobs=logprobs,
+            ignore_end=ignore_end,
+        )
+    except InvalidRequest as error:
+        # Its messages begin with the name of the field.
+        name = str(error).partition(" ")[0]
+        param = name if name in body else None
+        raise ArgumentInvalid(str(error), remedy=error.remedy, param=param) from None
 
 
 def _check_names(body: Mapping[str, Any], own: set[str]) -> None:
     for name in body:
         if name in _FIXED:
-            if body[name] not in _FIXED[name]:
+            if not any(_is_same(body[name], value) for value in _FIXED[name]):
                 raise _wrong(name, body[name], "leave it out: this engine does not serve it")
         elif name not in _COMMON | _IGNORED | own:
-            raise InvalidRequest(f"an argument nobody knows: {name}", remedy="leave it out")
+            raise ArgumentInvalid(
+                f"an argument nobody knows: {name[:80]}", remedy="leave it out", param=name[:80]
+            )
+
+
+def _is_same(given: object, allowed: object) -> bool:
+    """Equal; but true is no number, and 1 is not true."""
+    return given == allowed and isinstance(given, bool) == isinstance(allowed, bool)
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
@@ -160,7 +263,17 @@ def _one(body: Mapping[str, Any], name: str, kind: type, wanted: str) -> Any:
     return value
 
 
-def _wrong(name: str, value: object, wanted: str) -> InvalidRequest:
-    shown = repr(value)
-    shown = shown if len(shown) < 80 else f"{shown[:80]}..."
-    return InvalidRequest(f"{name} is {shown}", remedy=f"pass {wanted}")
+def _wrong(name: str, value: object, wanted: str) -> ArgumentInvalid:
+    param = name.partition("[")[0]
+    return ArgumentInvalid(f"{name} is {_shown(value)}", remedy=f"pass {wanted}", param=param)
+
+
+def _too_long(message: str, param: str) -> ContextExceeded:
+    return ContextExceeded(
+        message, remedy="send a shorter prompt, or ask for fewer tokens", param=param
+    )
+
+
+def _shown(value: object) -> str:
+    """The beginning of a value, whatever its size and depth."""
+    return reprlib.repr(value)[:80]

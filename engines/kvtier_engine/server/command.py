@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import ipaddress
 from pathlib import Path
 
 from kvtier_engine.errors import require_extra
+from kvtier_engine.server.errors import NetworkUnprotected
 
 __all__ = ["register"]
 
@@ -27,6 +29,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--name", default="", help="what clients call it (default: its own name)")
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1)")
+    parser.add_argument(
+        "--allow-insecure-network",
+        action="store_true",
+        help="let --host be more than this machine: there are no keys and no encryption",
+    )
     parser.add_argument("--port", type=int, default=8000, help="0 takes any free one")
     parser.add_argument("--kvtier", metavar="URL", help="the daemon below, say unix://PATH")
     parser.add_argument("--tenant", default="default")
@@ -48,9 +55,23 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """0 when it was told to end. Raises KvtierError when it cannot serve."""
     require_extra()
+    if not (args.allow_insecure_network or _is_loopback(args.host)):
+        raise NetworkUnprotected(
+            f"--host {args.host} lets the network in, without keys and without encryption",
+            remedy="leave --host out and put a proxy with TLS and keys before it, or add"
+            " --allow-insecure-network where everybody who can connect may use the model",
+        )
     # Loads torch, which nobody who asks for another command should wait for.
     server = importlib.import_module("kvtier_engine.server.run")
     return int(server.run(args))
+
+
+def _is_loopback(host: str) -> bool:
+    """A name other than localhost may be any address: it is none."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _positive(text: str) -> int:

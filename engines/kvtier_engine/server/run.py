@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import threading
 from pathlib import Path
 
 import torch
@@ -19,17 +20,23 @@ from kvtier.client.device import DevicePool
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.engine import Engine
 from kvtier_engine.model.load import LoadedModel, load_model
-from kvtier_engine.server.app import App, listen
+from kvtier_engine.server.app import App, serving
 from kvtier_engine.settings import EngineSettings, Integrity, layout_of
 from kvtier_engine.smollm2 import MODEL_ID, ensure_model
 
-__all__ = ["run"]
+__all__ = ["close_engine", "run"]
 
 log = logging.getLogger(__name__)
 
+#: A pass that is under way is waited for; one that hangs is not.
+CLOSE_SECONDS_MAX = 10.0
+
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until SIGTERM or SIGINT; 0 then. Raises KvtierError, OSError for the address."""
+    """Serves until SIGTERM or SIGINT; 0 then, 1 if the engine did not end in time.
+
+    Raises KvtierError, OSError for the address.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     model = _model(args.model, getattr(torch, args.dtype), args.device)
     pages = -(-args.pool_tokens // args.page_tokens)
@@ -46,9 +53,25 @@ def run(args: argparse.Namespace) -> int:
             connection = stack.enter_context(kvtier.connect(args.kvtier))
             tiers = KvtierTiers(connection, pool, tenant=args.tenant)
             stack.callback(tiers.close)
-        engine = stack.enter_context(Engine(model, pool, tiers=tiers, settings=settings))
-        asyncio.run(_serve(App(engine, name=args.name), args.host, args.port))
-    return 0
+        engine = Engine(model, pool, tiers=tiers, settings=settings).start()
+        try:
+            asyncio.run(_serve(App(engine, name=args.name), args.host, args.port))
+        finally:
+            is_closed = close_engine(engine, CLOSE_SECONDS_MAX)
+            if not is_closed:
+                # Its thread is in the middle of a pass: what it uses ends with the process.
+                stack.pop_all()
+    return 0 if is_closed else 1
+
+
+def close_engine(engine: Engine, seconds_max: float) -> bool:
+    """False: its thread does not come to an end, and is left alone."""
+    closing = threading.Thread(target=engine.close, name="kvtier-engine-close", daemon=True)
+    closing.start()
+    closing.join(seconds_max)
+    if closing.is_alive():
+        log.error("engine.stuck seconds=%g", seconds_max)
+    return not closing.is_alive()
 
 
 def _model(place: Path | None, dtype: torch.dtype, device: str) -> LoadedModel:
@@ -61,9 +84,6 @@ async def _serve(app: App, host: str, port: int) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    server = await listen(app, host, port)
-    address = server.sockets[0].getsockname()
-    log.info("engine.ready model=%s url=http://%s:%d/v1", app.name, address[0], address[1])
-    await ended.wait()
-    # Those who wait for an answer get none: the engine is closed next, and tells them so.
-    server.close()
+    async with serving(app, host, port) as (address, bound):
+        log.info("engine.ready model=%s url=http://%s:%d/v1", app.name, address, bound)
+        await ended.wait()
