@@ -141,14 +141,36 @@ def _maps() -> Iterator[_Found]:
 
 def _children() -> Iterator[_Found]:
     """Children of any state: one that has ended and nobody waited for is a leak too."""
-    me = str(os.getpid())
-    for entry in _PROC.iterdir():
-        # After the name in parentheses, which may hold anything: the state and the parent.
-        fields = _text(entry / "stat").rpartition(")")[2].split() if entry.name.isdigit() else []
-        if len(fields) > 1 and fields[1] == me:
+    for child in _child_ids():
+        entry = _PROC / child
+        # After the name in parentheses, which may hold anything: the state.
+        state = _text(entry / "stat").rpartition(")")[2].split()[:1]
+        if state:  # else it is gone since
             command = _text(entry / "cmdline").replace("\0", " ").strip()
-            words = f"child process {entry.name} (state {fields[0]}) {command}".rstrip()
-            yield ("child", entry.name), words
+            words = f"child process {child} (state {state[0]}) {command}".rstrip()
+            yield ("child", child), words
+
+
+def _child_ids() -> list[str]:
+    me = str(os.getpid())
+    if (_PROC / "self/task" / me / "children").exists():
+        # Each thread has its own, and the kernel knows them: no look at every process there is. A
+        # child that ends meanwhile can hide others (proc(5)), so the answer has to come twice.
+        found, again = _children_of_threads(), _children_of_threads()
+        while found != again:
+            found, again = again, _children_of_threads()
+        return found
+    stats = (
+        (entry.name, _text(entry / "stat").rpartition(")")[2].split())
+        for entry in _PROC.iterdir()
+        if entry.name.isdigit()
+    )
+    return [name for name, fields in stats if fields[1:2] == [me]]
+
+
+def _children_of_threads() -> list[str]:
+    tasks = (_PROC / "self/task").iterdir()
+    return [child for task in tasks for child in _text(task / "children").split()]
 
 
 def _shared_memory() -> Iterator[_Found]:
