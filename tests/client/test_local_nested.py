@@ -115,24 +115,35 @@ def test_a_handler_of_a_signal_calls_in_the_middle_of_a_call(shared, outer, inne
     with opened(shared, tenant=f"nested {outer} {inner}", deadline=30) as (kv, ns):
         calls = Calls(kv, ns)
         work, nested = getattr(calls, outer), getattr(calls, inner)
-        fired = 0
+        fired, main = 0, threading.get_ident()
+        is_due, is_over = threading.Event(), threading.Event()
 
         def handle(*_):
             nonlocal fired
             fired += 1
             nested()
-            signal.setitimer(signal.ITIMER_REAL, 0.0007)
+            is_due.set()
 
-        before = signal.signal(signal.SIGALRM, handle)
+        def send():
+            while not is_over.is_set():
+                if is_due.wait(0.05):
+                    is_due.clear()
+                    time.sleep(0.0007)
+                    signal.pthread_kill(main, signal.SIGUSR1)
+
+        before = signal.signal(signal.SIGUSR1, handle)
+        sender = threading.Thread(target=send)
         try:
             with watched():
-                signal.setitimer(signal.ITIMER_REAL, 0.0007)
+                sender.start()
+                is_due.set()
                 until = time.monotonic() + 0.2
                 while fired <= 10 or time.monotonic() < until:
                     work()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            is_over.set()
+            sender.join()
+            signal.signal(signal.SIGUSR1, before)
         assert fired > 10
 
 
