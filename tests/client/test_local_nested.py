@@ -22,6 +22,7 @@ from kvtier.errors import InvalidConfigValue, LimitExceeded, PageSizeError
 from tests.client.local_puts_rig import opened, remote
 from tests.client.local_rig import NBYTES, pages_of, separate_keys
 from tests.forks import daemon_of_its_own
+from tests.signals import interrupted
 
 HANG_S = 50
 MODULES = re.compile(r"/kvtier/(client|transfer/local|packing)/")
@@ -115,36 +116,10 @@ def test_a_handler_of_a_signal_calls_in_the_middle_of_a_call(shared, outer, inne
     with opened(shared, tenant=f"nested {outer} {inner}", deadline=30) as (kv, ns):
         calls = Calls(kv, ns)
         work, nested = getattr(calls, outer), getattr(calls, inner)
-        fired, main = 0, threading.get_ident()
-        is_due, is_over = threading.Event(), threading.Event()
-
-        def handle(*_):
-            nonlocal fired
-            fired += 1
-            nested()
-            is_due.set()
-
-        def send():
-            while not is_over.is_set():
-                if is_due.wait(0.05):
-                    is_due.clear()
-                    time.sleep(0.0007)
-                    signal.pthread_kill(main, signal.SIGUSR1)
-
-        before = signal.signal(signal.SIGUSR1, handle)
-        sender = threading.Thread(target=send)
-        try:
-            with watched():
-                sender.start()
-                is_due.set()
-                until = time.monotonic() + 0.2
-                while fired <= 10 or time.monotonic() < until:
-                    work()
-        finally:
-            is_over.set()
-            sender.join()
-            signal.signal(signal.SIGUSR1, before)
-        assert fired > 10
+        with watched(), interrupted(nested, pause_s=0.0007) as runs:
+            until = time.monotonic() + 0.2
+            while runs() <= 10 or time.monotonic() < until:
+                work()
 
 
 class Turncoat:
