@@ -1,7 +1,7 @@
 """Work in the middle of other work of the same thread, as the handler of a signal does it.
 
-SIGUSR1, because SIGALRM and its timer belong to the timeouts of the tests: one that comes late would
-be taken for a test that takes too long.
+SIGUSR1, because SIGALRM and its timer belong to the timeouts of the tests: one that comes late
+would be taken for a test that takes too long.
 """
 
 from __future__ import annotations
