@@ -4,7 +4,7 @@
     mooncake-sessions   the same with session_id
     mooncake-chats      the same with chat_id and parent_chat_id
     bailian             chat_id, parent_chat_id, timestamp (s), type, turn, hash_ids of 16 tokens
-    weka                kv-cache-tester: one JSON object a session, with nested subagents
+    weka                kv-cache-tester: one JSON object a session, with nested requests
     agent-compact       sessions as differences between requests, one request a line
     ragpulse            ids of components, and files beside it with the tokens of each
 

@@ -5,7 +5,7 @@ each, are joined to blocks of `block_tokens`: the last one of a request may be s
 another block than a whole one. Ids of scope `local` name content inside their session alone.
 
 Weka's form: {"block_size", "hash_id_scope", "requests": [{"t", "in", "out", "hash_ids"}, ...]},
-where a request of type "subagent" holds further "requests"; a file has one session, or one a line.
+where a request may hold further "requests" of its own; a file has one session, or one a line.
 
 The compact form: after a line {"meta": {"block_size", "hash_id_scope"}}, "global" if it says none,
 one request a line, of one session after the other: {"s": session, "t": seconds, "in", "out":
@@ -206,9 +206,9 @@ def read_weka(
 
 
 def _flat(line: Line, nested: int = 0) -> Iterator[Line]:
-    """The requests of a session, those of its subagents among them."""
+    """The requests of a session, those that its requests hold among them."""
     if nested > _NESTED_MAX:
-        raise line.wrong(f"subagents nested more than {_NESTED_MAX} deep")
+        raise line.wrong(f"requests nested more than {_NESTED_MAX} deep")
     for at, entry in enumerate(line.ids("requests")):
         if not isinstance(entry, dict):
             raise line.wrong(f"requests[{at}] is no object")

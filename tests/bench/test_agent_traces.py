@@ -21,7 +21,7 @@ def weka_session(
     for number, ids in enumerate(requests):
         entry = {"t": 2.0 * number, "type": "n", "in": len(ids) * 64, "out": 5, "hash_ids": ids}
         if number in nested:
-            entry = {"t": 2.0 * number, "type": "subagent", "requests": [entry]}
+            entry = {"t": 2.0 * number, "requests": [entry]}
         entries.append(entry)
     return {"id": "x", "block_size": 64, "hash_id_scope": scope, "requests": entries}
 
