@@ -30,7 +30,7 @@ from kvtier.transfer.planes.values import OpenedNamespace
 __all__ = ["LocalPut"]
 
 #: Copied between two seals: the daemon seals the one slice while the next is copied.
-_SLICE_BYTES: Final = 4 << 20
+_SLICE_BYTES: Final = 16 << 20
 #: Frames that wait for their answer: the daemon cuts off who does not read them.
 _UNANSWERED_MAX: Final = 8
 #: How often a put asks for slots when it has none, before it is left to gRPC.
