@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast, overload
 
 from kvtier.core.page import KEY_BYTES
+from kvtier.core.page_columns import cut
 from kvtier.errors import KeyLengthError
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ def keys_of_hashes(hashes: Iterable[str | Buffer]) -> list[bytes]:
     """Page hashes as an engine has them, hex text or 32 bytes. Raises KeyLengthError naming the
     index.
     """
+    hashes = list(hashes)
+    if (made := _of_hex(hashes)) is not None:
+        return made
     keys: list[Any] = []
     for index, given in enumerate(hashes):
         if not isinstance(given, str):
@@ -115,6 +119,20 @@ def keys_of_hashes(hashes: Iterable[str | Buffer]) -> list[bytes]:
                 remedy=f"pass {2 * KEY_BYTES} hexadecimal digits, or {KEY_BYTES} bytes",
             ) from None
     return checked_keys(keys)
+
+
+def _of_hex(hashes: list[Any]) -> list[bytes] | None:
+    """The keys where all are hexadecimal text of the right length, as SGLang has them, in a fifth
+    of the time; None where something is not.
+    """
+    if set(map(type, hashes)) != {str} or set(map(len, hashes)) != {2 * KEY_BYTES}:
+        return None
+    try:
+        made = bytes.fromhex("".join(hashes))
+    except ValueError:
+        return None
+    # Blanks are no digits, but no error either.
+    return cut(made, KEY_BYTES) if len(made) == KEY_BYTES * len(hashes) else None
 
 
 def _as_bytes(index: int, key: object) -> bytes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -102,4 +101,6 @@ def rows_of(values: Sequence[bytes], width: int) -> npt.NDArray[np.uint8]:
 
 def cut(column: bytes, width: int) -> list[bytes]:
     """The values of `width` bytes that lie one after the other in `column`."""
-    return [column[begin:end] for begin, end in pairwise(range(0, len(column) + 1, width))]
+    # As numbers without a meaning: those that end with zeros keep them.
+    values: list[bytes] = np.frombuffer(column, np.dtype((np.void, width))).tolist()
+    return values
