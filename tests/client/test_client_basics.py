@@ -300,25 +300,6 @@ def test_chains_say_what_comes_before_a_page(ns, daemon, make_pages):
     assert [by_key[key].parent for key in loose] == [b"", b""]
 
 
-def test_keys_equal_the_page_hashes_of_sglang(ns):
-    keys = ns.keys(range(8))
-    assert keys[0].hex().startswith("baed6423")
-    assert keys[1].hex().startswith("01414b05")
-    assert ns.keys(range(4, 8), parent=keys[0]) == keys[1:]
-    assert ns.keys_from([keys[0].hex(), keys[1]]) == keys
-    for bad in ("zz" * 32, "ab" * 31, "ab" * 31 + "  ", "ab" * 31 + "\u0661\u0662", b"short"):
-        for good in (keys[0], keys[0].hex()):
-            with pytest.raises(kvtier.KeyLengthError, match=r"\[1\]"):
-                ns.keys_from([good, bad])
-
-
-def test_many_hashes_in_text_are_the_keys_they_name(ns):
-    made = [bytes([n]) * 31 + bytes([n % 2]) for n in range(200)]  # zeros at the end stay
-    assert list(ns.keys_from(key.hex() for key in made)) == made
-    assert list(ns.keys_from([key.hex().upper() for key in made])) == made
-    assert list(ns.keys_from([])) == []
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 7, 8, 9, 40])
 def test_only_full_pages_have_keys_and_hits_never_pass_what_is_stored(ns, make_pages, tokens):
     keys = ns.keys(range(tokens))
