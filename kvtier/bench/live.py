@@ -64,7 +64,8 @@ class LiveOptions:
 class LiveRun:
     """What came of it, of each request that was done: leading pages found, of them in nvme, and
     seconds of its gets, of its puts and behind its time. `wrong`: pages that were hits and had
-    other bytes. `ended`: why it ended before its last request, or None."""
+    other bytes. `counters`: by how much the daemon's rose. `ended`: why it ended before its last
+    request, or None."""
 
     page_bytes: int
     prefix: list[int] = field(default_factory=list)
@@ -78,6 +79,7 @@ class LiveRun:
     first_wrong: str = ""
     outcomes: Counter[str] = field(default_factory=Counter)
     capacities: dict[Tier, int] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
     plane: str = ""
     wall_s: float = 0.0
     ended: str | None = None
@@ -125,6 +127,8 @@ def run_live(
                 run.late_s.append(max(0.0, time.monotonic() - due) if options.speedup else 0.0)
                 if progress is not None:
                     progress(request)
+            run.counters.update(connection.status().counters)
+            run.counters.subtract(status.counters)  # before the pages of this run are deleted
             connection.delete_namespace(layout, tenant="kvtier-bench", salt=salt)
         except (_Gone, KvtierError) as error:
             run.ended = str(error)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvtier.bench.errors import BenchInput
 from kvtier.bench.live import LiveOptions, page_bytes_checked, run_live
-from kvtier.bench.live_report import head_of, live_document, plan_of
+from kvtier.bench.live_report import live_document, plan_of
 from kvtier.bench.replay import WritePolicy, replay
 from kvtier.bench.report import percent, size_text
 from kvtier.cli.bench_trace import load_trace
@@ -56,9 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         done = run_live(trace, options, bar.at)
     finally:
         bar.end()
-    head, plan = head_of(trace, done.requests), plan_of(done, policy, write)
-    simulated = replay(head, plan).prefix
-    report = live_document(head, done, simulated, plan)
+    head, plan = trace.head(done.requests), plan_of(done, policy, write)
+    report = live_document(head, done, replay(head, plan))
     print(json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report)))
     if done.ended is not None:
         print(f"error: after {done.requests} of {total} requests: {done.ended}", file=sys.stderr)
@@ -142,10 +141,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _verdict(report: dict[str, Any]) -> str:
-    if report["is_within_tolerance"] is None:
-        return (
-            "without a verdict: by shared memory uses reach the daemon up to a second late, which "
-            f"is much in {report['wall_s']:.1f} s (--plane grpc compares, or a lower --speedup)"
-        )
+    if report["no_verdict"]:
+        return f"without a verdict: {report['no_verdict']}"
     word = "within" if report["is_within_tolerance"] else "NOT within"
     return f"{word} the tolerance of {report['tolerance_points']:g}"

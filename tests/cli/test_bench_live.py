@@ -15,6 +15,8 @@ import pytest
 import kvtier.bench.live
 import kvtier.cli
 import kvtier.cli.bench_live
+from kvtier.bench.formats import read_trace
+from kvtier.bench.live import LiveOptions, run_live
 from tests.bench.traces import conversations, mooncake_rows, write_lines
 from tests.forks import ForkedDaemon
 
@@ -125,6 +127,23 @@ def test_a_daemon_that_is_killed_ends_the_run_with_the_numbers_so_far(live, smal
     error, remedy = ended.err.splitlines()
     assert error.startswith("error: after 21 of 60 requests: the daemon stopped serving: ")
     assert remedy.startswith("remedy: ")
+
+
+def test_a_daemon_that_hangs_ends_the_run_at_the_deadline(small, trace):
+    daemon = small()
+
+    def stop(done):
+        if done == 20:
+            os.kill(daemon.pid, signal.SIGSTOP)
+
+    options = LiveOptions(url=daemon.url, page_bytes=8192, deadline_s=0.5)
+    try:
+        done = run_live(read_trace(trace), options, stop)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    assert done.requests == 21
+    assert done.ended is not None
+    assert done.ended.startswith("the daemon stopped serving: ")
 
 
 def test_a_wrong_page_is_found(live, small, monkeypatch):
