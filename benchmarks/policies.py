@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from dataclasses import replace as changed
 from pathlib import Path
 
 from benchmarks.hard_traces import hard_trace
@@ -44,7 +43,7 @@ def main() -> int:
     trace = _read(arguments)
     names = arguments.policies.split(",")
     for name in names:
-        _play(_first(trace, 50), name, 100)
+        _play(trace.head(50), name, 100)
     optimum, sizes = Optimum(trace), Sizes(trace, None)
     print(f"{arguments.trace}: {trace.requests} requests, {trace.references} block references")
     for note in trace.notes:
@@ -76,14 +75,6 @@ def _play(trace: Trace, policy: str, slots: int) -> tuple[float, float]:
     begin = time.process_time()
     done = replay(trace, ReplayPlan(slots={SimTier.HOST: slots}, policy=policy))
     return 100 * ratios(trace, done.prefix).cold, time.process_time() - begin
-
-
-def _first(trace: Trace, requests: int) -> Trace:
-    cut = {
-        name: getattr(trace, name)[:requests]
-        for name in ("arrival_s", "session", "leaf", "blocks", "input_tokens", "output_tokens")
-    }
-    return changed(trace, **cut)
 
 
 if __name__ == "__main__":

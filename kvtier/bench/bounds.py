@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvtier.bench.trace import Paths, Trace
 
-__all__ = ["Optimum", "ceiling", "own_prefix"]
+__all__ = ["Optimum", "ceiling", "ceiling_with_ttl", "own_prefix"]
 
 Ints = npt.NDArray[np.int32]
 
@@ -31,6 +31,18 @@ def ceiling(trace: Trace) -> Ints:
     for request, path in enumerate(Paths(trace)):
         found[request] = np.count_nonzero(seen[path])
         seen[path] = True
+    return found
+
+
+def ceiling_with_ttl(trace: Trace, ttl_s: float) -> Ints:
+    """As `ceiling`, of a cache that forgets what was not used for longer than `ttl_s`."""
+    used_s = np.full(trace.blocks_seen, -np.inf)
+    found = np.empty(trace.requests, np.int32)
+    arrival = trace.arrival_s.tolist()
+    for request, path in enumerate(Paths(trace)):
+        # A block is used whenever one after it is: from the first that is too old, all are.
+        found[request] = np.count_nonzero(used_s[path] >= arrival[request] - ttl_s)
+        used_s[path] = arrival[request]
     return found
 
 

@@ -10,7 +10,7 @@ Not shared: the store around them. A block is found by its number in the trace a
 its key, all pages have one size, so there are no slabs to take from another class, no shards, no
 leases but that of the request being served, no grants, and no cleaner that works ahead.
 
-One thread.
+fast_cache.py is this with LRU's loops compiled. One thread.
 """
 
 from __future__ import annotations
@@ -91,6 +91,20 @@ class Cache:
         rows = self._row_np[path]
         missing = int(rows.argmin()) if len(rows) else 0  # the first of the lowest
         return missing if len(rows) and rows[missing] == NO_ROW else len(rows)
+
+    def serve(self, path: Ints) -> int:
+        """A request, whose blocks are the only ones that come here: how many leading blocks are
+        here; those are used, the others stored."""
+        found = self.prefix(path)
+        if found:
+            self.touch(path[:found])
+        self.store(path[found:])
+        return found
+
+    @property
+    def is_hearing(self) -> bool:
+        """Its policy hears of requests."""
+        return self._hearing is not None
 
     def request(self, now: float, path: Ints, *, whole: int, output: int) -> None:
         """A request comes that has this path, of `whole` whole blocks."""

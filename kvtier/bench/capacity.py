@@ -18,7 +18,7 @@ from kvtier.bench.errors import BenchInput
 from kvtier.bench.replay import SimTier
 from kvtier.bench.trace import Trace
 
-__all__ = ["Sizes", "parse_amount", "parse_tiers"]
+__all__ = ["Sizes", "parse_amount", "parse_tiers", "split_tiers"]
 
 _AMOUNT: Final = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-zA-Z%]+)")
 _POWERS: Final[dict[str, int]] = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -45,7 +45,12 @@ class Sizes:
 
 def parse_tiers(text: str, sizes: Sizes) -> dict[SimTier, int]:
     """Slots of each tier, the fastest first. Raises BenchInput."""
-    found: dict[SimTier, int] = {}
+    return {tier: parse_amount(amount, sizes) for tier, amount in split_tiers(text).items()}
+
+
+def split_tiers(text: str) -> dict[SimTier, str]:
+    """What is written for each tier, the fastest first. Raises BenchInput."""
+    found: dict[SimTier, str] = {}
     for part in text.split(","):
         name, equals, amount = part.partition("=")
         try:
@@ -56,7 +61,7 @@ def parse_tiers(text: str, sizes: Sizes) -> dict[SimTier, int]:
         if not equals or tier in found:
             what = "is named twice" if tier in found else "has no size"
             raise BenchInput(f"tiers: {tier.value} {what}", remedy=_GRAMMAR)
-        found[tier] = parse_amount(amount.strip(), sizes)
+        found[tier] = amount.strip()
     return {tier: found[tier] for tier in SimTier if tier in found}
 
 

@@ -4,15 +4,18 @@ definition. Ratios are of input tokens unless they say otherwise. Pure functions
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.bench.bounds import Optimum, ceiling, own_prefix
+from kvtier.bench.bounds import Optimum, ceiling, ceiling_with_ttl, own_prefix
 from kvtier.bench.capacity import Sizes
+from kvtier.bench.prices import TokenPrices
 from kvtier.bench.replay import Replay, SimTier
+from kvtier.bench.spread import live_columns, spread, windows
 from kvtier.bench.trace import Trace
 
 __all__ = ["DEFINITIONS", "Basis", "Ratios", "ratios", "result", "summary"]
@@ -71,10 +74,11 @@ def _plain(found: Ratios) -> dict[str, float]:
     return {name: getattr(found, name) for name in DEFINITIONS}
 
 
-def summary(basis: Basis, sizes: Sizes) -> dict[str, Any]:
-    """The trace itself: its size, how many sessions live at once, and its ceiling."""
+def summary(basis: Basis, sizes: Sizes, ttls_s: Sequence[float] = ()) -> dict[str, Any]:
+    """The trace itself: its size, how many sessions live at once, and its ceiling, also with these
+    times to live."""
     trace = basis.trace
-    sessions, tokens = _live(trace)
+    live, held = live_columns(trace)
     best = trace.tokens(basis.ceiling)
     own = trace.tokens(np.minimum(basis.ceiling, basis.own))
     working_set = trace.working_set_tokens
@@ -88,36 +92,23 @@ def summary(basis: Basis, sizes: Sizes) -> dict[str, Any]:
         "input_tokens": int(trace.input_tokens.sum()),
         "output_tokens": int(trace.output_tokens.sum()),
         "span_s": float(trace.arrival_s[-1] - trace.arrival_s[0]),
-        "sessions_live_peak": sessions,
-        "live_tokens_peak": tokens,
+        "sessions_live_peak": int(live.max()),
+        "live_tokens_peak": int(held.max()),
         "working_set_tokens": working_set,
         "working_set_bytes": sizes.bytes_of(trace.blocks_seen),
         "ceiling": _plain(ratios(trace, basis.ceiling)),
         "ceiling_same_session": _part(own, trace.input_tokens),
         "ceiling_cross_session": _part(best - own, trace.input_tokens),
+        "ceiling_with_ttl": {
+            f"{ttl_s:g}": ratios(trace, ceiling_with_ttl(trace, ttl_s)).cold for ttl_s in ttls_s
+        },
         "notes": list(trace.notes),
     }
 
 
-def _live(trace: Trace) -> tuple[int, int]:
-    """Peaks of (sessions between their first and last request, tokens of their last inputs)."""
-    order = np.lexsort((np.arange(trace.requests), trace.session))
-    session, tokens = trace.session[order], trace.input_tokens[order]
-    is_first = np.ones(len(order), np.bool_)
-    is_first[1:] = session[1:] != session[:-1]
-    is_last = np.append(is_first[1:], True)
-    before = np.where(is_first, 0, np.concatenate([[0], tokens[:-1]]))
-    growth, begins, ends = (np.zeros(trace.requests, np.int64) for _ in range(3))
-    growth[order] = tokens - before
-    begins[order] = is_first
-    ends[order] = is_last
-    leaves = np.where(ends == 1, trace.input_tokens, 0)
-    live = np.cumsum(begins) - (np.cumsum(ends) - ends)
-    held = np.cumsum(growth) - (np.cumsum(leaves) - leaves)
-    return int(live.max()), int(held.max())
-
-
-def result(basis: Basis, sizes: Sizes, done: Replay) -> dict[str, Any]:
+def result(
+    basis: Basis, sizes: Sizes, done: Replay, prices: TokenPrices | None = None
+) -> dict[str, Any]:
     """One policy at one choice of tiers."""
     trace, plan = basis.trace, done.plan
     total = int(trace.input_tokens.sum())
@@ -125,34 +116,46 @@ def result(basis: Basis, sizes: Sizes, done: Replay) -> dict[str, Any]:
     best = ratios(trace, basis.optimum(sum(plan.slots.values())))
     tokens = trace.tokens(done.prefix)
     own = trace.tokens(np.minimum(done.prefix, basis.own))
+    by_tier = _tokens_by_tier(trace, done)
     return {
         "policy": plan.policy,
         "write": plan.write.value,
         "hit_ratio": _plain(found),
         "same_session": float(own.sum() / total),
         "cross_session": float((tokens - own).sum() / total),
+        "sessions": spread(trace, tokens),
         "prefill_speedup_ideal": 1 / max(1e-9, 1 - found.cold),
+        "cost_per_million": None if prices is None else prices.per_million(found.cold),
         "optimum": _plain(best),
         "gap_to_optimum": best.cold - found.cold,
-        "tiers": {tier.value: _tier(trace, sizes, done, tier) for tier in plan.slots},
+        "tiers": {
+            tier.value: _tier(sizes, done, tier, _part(by_tier[tier], trace.input_tokens))
+            for tier in plan.slots
+        },
+        "windows": windows(trace, {tier.value: one for tier, one in by_tier.items()}),
     }
 
 
-def _tier(trace: Trace, sizes: Sizes, done: Replay, tier: SimTier) -> dict[str, Any]:
-    slots, traffic = done.plan.slots[tier], done.traffic[tier]
+def _tokens_by_tier(trace: Trace, done: Replay) -> dict[SimTier, npt.NDArray[np.int64]]:
+    """Of each request, the tokens that come from each tier."""
+    found = {}
     above = np.zeros(trace.requests, np.int32)
-    for other, hits in done.hits.items():
-        if other == tier:
-            break
-        above += hits
-    tokens = trace.tokens(above + done.hits[tier]) - trace.tokens(above)
+    for tier, hits in done.hits.items():
+        found[tier] = trace.tokens(above + hits) - trace.tokens(above)
+        above = above + hits
+    return found
+
+
+def _tier(sizes: Sizes, done: Replay, tier: SimTier, hit_ratio: float) -> dict[str, Any]:
+    slots, traffic = done.plan.slots[tier], done.traffic[tier]
+    block_tokens = sizes.trace.block_tokens
     return {
-        "capacity_tokens": slots * trace.block_tokens,
+        "capacity_tokens": slots * block_tokens,
         "capacity_bytes": sizes.bytes_of(slots),
-        "hit_ratio": _part(tokens, trace.input_tokens),
-        "read_tokens": traffic.read * trace.block_tokens,
+        "hit_ratio": hit_ratio,
+        "read_tokens": traffic.read * block_tokens,
         "read_bytes": sizes.bytes_of(traffic.read),
-        "written_tokens": traffic.written * trace.block_tokens,
+        "written_tokens": traffic.written * block_tokens,
         "written_bytes": sizes.bytes_of(traffic.written),
-        "evicted_tokens": traffic.evicted * trace.block_tokens,
+        "evicted_tokens": traffic.evicted * block_tokens,
     }

@@ -11,6 +11,7 @@ This does not run the daemon's code: tests hold it to that, for every request. I
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,9 @@ from kvtier.bench.trace import Trace
 from kvtier.errors import MissingExtra
 from kvtier.packing.optional_code import load_optional
 
-__all__ = ["lru_curve", "one_pass"]
+__all__ = ["lru_curve", "one_pass", "smallest_lru"]
+
+_SIZES_A_PASS: Final = 24
 
 Ints = npt.NDArray[np.int32]
 
@@ -42,6 +45,22 @@ def lru_curve(trace: Trace, slots: Sequence[int]) -> list[Ints]:
     for column, at in enumerate(order.tolist()):
         found[at] = np.ascontiguousarray(hits[:, column])
     return found
+
+
+def smallest_lru(trace: Trace, target: float) -> int:
+    """Slots of about the smallest LRU (within 3 %) whose cold hit ratio reaches the target; all
+    blocks when none does. Raises MissingExtra."""
+    total = trace.input_tokens.sum()
+    low, high = 1, trace.blocks_seen
+    for _ in range(2):
+        sizes = sorted({round(size) for size in np.geomspace(low, high, _SIZES_A_PASS).tolist()})
+        for at, prefix in enumerate(lru_curve(trace, sizes)):
+            if trace.tokens(prefix).sum() >= target * total:
+                low, high = sizes[max(0, at - 1)], sizes[at]
+                break
+        else:
+            return trace.blocks_seen
+    return high
 
 
 def one_pass(trace: Trace, plans: Sequence[ReplayPlan]) -> list[Replay]:

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 from kvtier.bench.errors import BenchInput
+from kvtier.core.page import Codec
+from kvtier.errors import LayoutError
+from kvtier.packing.layout import Layout
 
-__all__ = ["MODELS", "KvDtype", "KvModel", "bytes_per_token"]
+__all__ = ["MODELS", "KvDtype", "KvModel", "bytes_per_token", "layout_bytes_per_token"]
+
+_PAGE_TOKENS: Final = 64
 
 
 class KvDtype(StrEnum):
@@ -57,6 +62,19 @@ MODELS: Final[dict[str, KvModel]] = {
     "qwen3-30b-a3b": KvModel(layers=48, heads=4, dim=128),
     "qwen3-235b-a22b": KvModel(layers=94, heads=4, dim=128),
 }
+
+
+def layout_bytes_per_token(config: dict[str, Any], dtype: KvDtype = KvDtype.BF16) -> int:
+    """Of a page as kvtier stores it (without its record's header), of the model that a Hugging Face
+    config.json describes; fp8 with the scales of a page of _PAGE_TOKENS. Raises BenchInput."""
+    try:
+        layout = Layout.from_hf(
+            config, revision="any", page_tokens=_PAGE_TOKENS, dtype="bfloat16", model_id="layout"
+        )
+        codec = Codec.FP8 if dtype is KvDtype.FP8 else Codec.RAW
+        return -(-layout.payload_bytes(codec) // _PAGE_TOKENS)
+    except LayoutError as error:
+        raise BenchInput(f"layout: {error}", remedy=error.remedy) from error
 
 
 def bytes_per_token(model: str, dtype: KvDtype = KvDtype.BF16) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.bench.cache import Cache
+from kvtier.bench.caches import make_cache
 from kvtier.bench.trace import Paths, Trace
 
 __all__ = ["Replay", "ReplayPlan", "SimTier", "Traffic", "WritePolicy", "replay"]
@@ -97,12 +98,15 @@ class Stack:
     def __init__(self, trace: Trace, plan: ReplayPlan) -> None:
         self._plan = plan
         self._caches = {
-            tier: Cache(trace.parent, slots, plan.policy) for tier, slots in plan.slots.items()
+            tier: make_cache(trace.parent, slots, plan.policy) for tier, slots in plan.slots.items()
         }
         self._gpu = self._caches.get(SimTier.GPU)
         self._host = self._caches.get(SimTier.HOST)
         self._nvme = self._caches.get(SimTier.NVME)
         self._read = dict.fromkeys(plan.slots, 0)
+        self._hearing = [cache for cache in self._caches.values() if cache.is_hearing]
+        # In one tier alone only whole prefixes are kept: nothing after the first miss is there.
+        self._alone = next(iter(plan.slots)) if len(plan.slots) == 1 else None
 
     def traffic(self) -> dict[SimTier, Traffic]:
         return {
@@ -112,7 +116,7 @@ class Stack:
 
     def begin(self, trace: Trace, request: int, path: Ints) -> None:
         """Tells the policies that hear of requests."""
-        for cache in self._caches.values():
+        for cache in self._hearing:
             cache.request(
                 float(trace.arrival_s[request]),
                 path,
@@ -122,6 +126,10 @@ class Stack:
 
     def serve(self, path: Ints) -> list[int]:
         """One request: blocks found in each tier, in the order of the plan."""
+        if self._alone is not None:
+            count = self._caches[self._alone].serve(path)
+            self._read[self._alone] += count
+            return [count]
         found = dict.fromkeys(self._plan.slots, 0)
         own = 0
         if self._gpu is not None:

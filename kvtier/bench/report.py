@@ -15,6 +15,7 @@ from kvtier.bench.textbook import TEXTBOOK
 from kvtier.core.policy.forecasting import FORECASTING
 
 __all__ = [
+    "FORMAT",
     "OPTIMUM",
     "csv_text",
     "document",
@@ -31,9 +32,10 @@ OPTIMUM: Final = (
 )
 #: What of the daemon runs in a replay, in every report.
 SHARED: Final = (
-    "Eviction runs the daemon's own policy objects (kvtier.core.policy) over its own table of page "
-    "copies, in the daemon's order of calls; finding pages, slabs, leases, shards and the "
-    "cleaner's head start are not replayed. Tier gpu stands for an engine's own radix cache."
+    "Eviction runs the daemon's own policy objects (kvtier.core.policy; LRU's loops compiled where "
+    "numba can be used) over its own table of page copies, in the daemon's order of calls; finding "
+    "pages, slabs, leases, shards and the cleaner's head start are not replayed. Tier gpu stands "
+    "for an engine's own radix cache."
 )
 ONE_PASS: Final = (
     "Computed in one pass over stack distances, not by the daemon's code: request by request what "
@@ -41,7 +43,7 @@ ONE_PASS: Final = (
 )
 _TEXTBOOK: Final = " Not so {names}: of textbooks, in code of their own."
 _FORECASTING: Final = " No daemon can be set to {names} yet."
-_FORMAT: Final = 1
+FORMAT: Final = 1
 #: Of the best hit ratio: what the sentence takes for enough.
 _NEARLY: Final = 0.95
 _NAMES: Final = {"gpu": "GPU memory", "host": "host memory", "nvme": "NVMe"}
@@ -53,7 +55,7 @@ def document(
     """What --json prints; all that a figure depends on is in it."""
     return {
         "kvtier_bench": "hit-ratio",
-        "format": _FORMAT,
+        "format": FORMAT,
         "trace": trace,
         "setup": setup,
         "definitions": {**DEFINITIONS, "optimum": OPTIMUM.partition(": ")[2]},
@@ -76,17 +78,19 @@ def csv_text(results: Sequence[dict[str, Any]]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     names = list(DEFINITIONS)
     of_tier = ("capacity_tokens", "capacity_bytes", "hit_ratio", "read_tokens", "written_tokens")
-    writer.writerow(
-        ["policy", "write", "tier", *of_tier, *names, "same_session", "cross_session", "optimum"]
-    )
+    more = ("same_session", "cross_session", "optimum", "cost_per_million")
+    spread = [f"sessions_{name}" for name in results[0]["sessions"]]
+    writer.writerow(["policy", "write", "tier", *of_tier, *names, *more, *spread])
     for row in results:
-        blank = [""] * (len(names) + 3)
+        blank = [""] * (len(names) + len(more) + len(spread))
         for name, tier in row["tiers"].items():
             values = ["" if tier[of] is None else tier[of] for of in of_tier]
             writer.writerow([row["policy"], row["write"], name, *values, *blank])
         capacity = [sum(tier["capacity_tokens"] for tier in row["tiers"].values()), "", "", "", ""]
         ratios = [row["hit_ratio"][name] for name in names]
-        rest = [row["same_session"], row["cross_session"], row["optimum"]["cold"]]
+        cost = "" if row["cost_per_million"] is None else row["cost_per_million"]
+        rest = [row["same_session"], row["cross_session"], row["optimum"]["cold"], cost]
+        rest += row["sessions"].values()
         writer.writerow([row["policy"], row["write"], "all", *capacity, *ratios, *rest])
     return out.getvalue()
 
@@ -141,6 +145,11 @@ def setup_lines(trace: dict[str, Any], setup: dict[str, Any]) -> Iterator[str]:
         f"  of it the same session's {percent(trace['ceiling_same_session'])}, other sessions' "
         f"{percent(trace['ceiling_cross_session'])}"
     )
+    for ttl_s, ratio in trace["ceiling_with_ttl"].items():
+        yield (
+            f"  with a time to live of {ttl_s} s since the last use: cold {percent(ratio)} (a "
+            "bound; no policy of the daemon drops pages by age)"
+        )
     yield from (f"note: {note}" for note in trace["notes"])
     if setup["token_bytes"]:
         yield f"model: {setup['model'] or 'given'}, {setup['token_bytes']:,} bytes of KV a token"

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.bench.cache import Cache
+from kvtier.bench.caches import make_cache
 from kvtier.bench.trace import Paths, Trace
 
 __all__ = ["Fleet", "Router", "Routing", "route"]
@@ -37,7 +37,9 @@ class Router(StrEnum):
     LEAST = "least"  # the least work waiting
     SESSION = "session"  # a hash of the session's id
     SESSION_BOUNDED = "session-bounded"  # where the session was, unless that is overloaded
-    PREFIX = "prefix"  # the longest cached prefix, whatever the load; none anywhere: as least
+    # The longest cached prefix, whatever the load; none anywhere: the least work waiting. Of equals
+    # the first, so that an idle fleet fills from its first replica.
+    PREFIX = "prefix"
     KV = "kv"  # the least of uncached tokens and tokens waiting
 
 
@@ -123,9 +125,11 @@ class _Replicas:
         self._fleet = fleet
         self._trace = trace
         self._caches = [
-            Cache(trace.parent, fleet.local, fleet.policy) for _ in range(fleet.replicas)
+            make_cache(trace.parent, fleet.local, fleet.policy) for _ in range(fleet.replicas)
         ]
-        self._shared = Cache(trace.parent, fleet.shared, fleet.policy) if fleet.shared else None
+        self._shared = None
+        if fleet.shared:
+            self._shared = make_cache(trace.parent, fleet.shared, fleet.policy)
         self._free_at = [0.0] * fleet.replicas
         # Of each replica: (when it is done, seconds of service) of what is not done yet.
         self._queues: list[deque[tuple[float, float]]] = [deque() for _ in range(fleet.replicas)]
@@ -181,7 +185,10 @@ class _Replicas:
             return self._bounded(session)
         if router is Router.PREFIX:
             found = [cache.prefix(path) for cache in self._caches]
-            return found.index(max(found)) if any(found) else self._least()
+            if any(found):
+                return found.index(max(found))
+            waiting = [self._waiting(at) for at in range(self._fleet.replicas)]
+            return waiting.index(min(waiting))
         if router is Router.KV:
             return self._cheapest(path, request)
         return self._next()

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvtier.bench.figures import Basis
+from kvtier.bench.prices import TokenPrices
 from kvtier.bench.report import percent, token_text
 from kvtier.bench.routing import Routing
 
@@ -23,7 +24,7 @@ _HEADER: Final = ("router", "replicas", "adoption", "hit", "own", "shared", "bus
                   "windowed", "first token p50", "p95")  # fmt: skip
 
 
-def routed(basis: Basis, done: Routing) -> dict[str, Any]:
+def routed(basis: Basis, done: Routing, prices: TokenPrices | None = None) -> dict[str, Any]:
     """One router at one size."""
     trace, fleet = basis.trace, done.fleet
     total = int(trace.input_tokens.sum())
@@ -40,6 +41,7 @@ def routed(basis: Basis, done: Routing) -> dict[str, Any]:
         "hit_ratio": found / total,
         "hit_ratio_local": own / total,
         "hit_ratio_shared": (found - own) / total,
+        "cost_per_million": None if prices is None else prices.per_million(found / total),
         "busy_max_over_mean": done.imbalance(),
         "busy_max_over_mean_windowed": done.imbalance_windowed(trace),
         "first_token_p50_s": float(p50),
@@ -51,7 +53,10 @@ def routed(basis: Basis, done: Routing) -> dict[str, Any]:
 
 def routing_rows(results: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[list[str]]]:
     """Header and cells of a table."""
-    return _HEADER, [list(_cells(row)) for row in results]
+    if results[0]["cost_per_million"] is None:
+        return _HEADER, [list(_cells(row)) for row in results]
+    rows = [[*_cells(row), f"{row['cost_per_million']:.4g}"] for row in results]
+    return (*_HEADER, "cost/Mtok"), rows
 
 
 def _cells(row: dict[str, Any]) -> Iterator[str]:

@@ -77,6 +77,19 @@ class Trace:
         """Of block slots: what a cache that never evicts would hold in the end."""
         return self.blocks_seen * self.block_tokens
 
+    def head(self, requests: int) -> Trace:
+        """The first so many requests, over the same tree."""
+        return replace(
+            self,
+            arrival_s=self.arrival_s[:requests],
+            session=self.session[:requests],
+            leaf=self.leaf[:requests],
+            blocks=self.blocks[:requests],
+            input_tokens=self.input_tokens[:requests],
+            output_tokens=self.output_tokens[:requests],
+            known_tokens=self.known_tokens[:requests],
+        )
+
     def tokens(self, blocks: Ints, requests: slice | int = _ALL) -> Longs:
         """Of each of these requests, the input tokens in its first `blocks` blocks, an array. A
         last block that is not full weighs what it has."""

@@ -1,6 +1,7 @@
-"""`kvtier bench`: what a cache would have done for recorded requests. Needs no daemon.
+"""`kvtier bench`: what a cache would have done for recorded requests; only `--live` has a daemon.
 
-Exit code 0: done; 2: a trace, tiers or options that make no sense.
+Exit code 0: done; 1: `advise` found nothing that reaches the target; 2: a trace, tiers or options
+that make no sense.
 """
 
 from __future__ import annotations
@@ -23,6 +24,19 @@ How many of the input tokens of recorded requests a KV cache of some size would 
       which policy, and how much memory: a curve for each, with ceiling and optimum
   kvtier bench hit-ratio trace.jsonl --tiers gpu=2Mtok --replicas 8 --router rr,session,kv
       what session affinity or a KV-aware router gains (add --shared 16Mtok for a shared tier)
+  kvtier bench hit-ratio trace.jsonl --live unix:///run/kvtier/kvtier.sock --page-bytes 256KiB
+      the same requests against a daemon, every byte checked, beside the replay
+"""
+
+_ADVISE = """\
+The cheapest sizes of host memory and NVMe (and GPU memory, if it has a price and a target) that
+reach a hit ratio for recorded requests, found by replaying them.
+
+  kvtier bench advise trace.jsonl.gz --model llama-3.1-70b --target 0.5 --prices host=3,nvme=0.1
+      the cheapest of host memory alone and of host memory with NVMe behind it
+  kvtier bench advise trace.jsonl.gz --model kimi-k2 --target 0.9 --prices host=3,nvme=0.1 \\
+      --have gpu=30GiB --target-memory 0.7 --at-most host=1.5TB
+      with a GPU tier that is there already; 70 % must not come from as far away as NVMe
 """
 
 _FORMATS = """\
@@ -53,9 +67,68 @@ def register(commands: Any) -> Any:
     _add_trace(hit_ratio)
     _add_tiers(hit_ratio)
     _add_routing(hit_ratio)
+    _add_prices(hit_ratio)
+    _add_live(hit_ratio)
     _add_output(hit_ratio)
     hit_ratio.set_defaults(run=_run)
+    _add_compare(kinds)
+    _add_advise(kinds)
     return kinds
+
+
+def _add_compare(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "compare",
+        help="two results of hit-ratio --json, row by row",
+        description="What changed between two results of `kvtier bench hit-ratio --json`, in "
+        "points.",
+    )
+    parser.add_argument("a", type=Path, metavar="A.json")
+    parser.add_argument("b", type=Path, metavar="B.json")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_run_compare)
+
+
+def _add_advise(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "advise",
+        help="the cheapest tiers that reach a hit ratio",
+        description=_ADVISE,
+        epilog=_FORMATS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_trace(parser)
+    group = parser.add_argument_group("what is wanted")
+    group.add_argument(
+        "--target",
+        type=float,
+        required=True,
+        metavar="0..1",
+        help="hit ratio from all tiers, of input tokens, cold start",
+    )
+    group.add_argument(
+        "--target-memory", type=float, metavar="0..1", help="of it from gpu and host"
+    )
+    group.add_argument("--target-gpu", type=float, metavar="0..1", help="of it from gpu")
+    group.add_argument(
+        "--prices",
+        required=True,
+        metavar="host=P,nvme=P",
+        help="what a GiB costs; tiers without a price are not bought",
+    )
+    group.add_argument(
+        "--have", metavar="gpu=SIZE", help="tiers that are there, as they are, at no cost"
+    )
+    group.add_argument("--at-most", metavar="host=SIZE,..", help="the most of a tier")
+    group.add_argument(
+        "--policy", default="lru", metavar="NAME", help="one of the daemon's (default: lru)"
+    )
+    group.add_argument(
+        "--write", metavar="NAME", help="from host to nvme: back (default), through, selective"
+    )
+    _add_model(group)
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_run_advise)
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +186,19 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="host and nvme do not hear of the pages that the engine found in its own cache",
     )
+    group.add_argument(
+        "--ttl",
+        metavar="S,S",
+        help="the ceiling of a cache that forgets what was not used for so many seconds, beside",
+    )
+    _add_model(group)
+
+
+def _add_model(group: Any) -> None:
     group.add_argument("--model", help="for sizes in bytes: kimi-k2, llama-3.1-8b, ...")
+    group.add_argument(
+        "--layout", type=Path, metavar="FILE", help="or the config.json of a Hugging Face model"
+    )
     group.add_argument("--bytes-per-token", type=int, metavar="N")
     group.add_argument("--kv-dtype", choices=("bf16", "fp8"), help="default: bf16")
 
@@ -143,14 +228,58 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_live(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "against a running daemon of your own, which this fills (with its own tiers; --policy and "
+        "--write say how it is set, for the replay beside it)"
+    )
+    group.add_argument("--live", metavar="URL", help="unix:///path or grpc://127.0.0.1:port")
+    group.add_argument("--page-bytes", metavar="SIZE", help="of a block (default: 64KiB)")
+    group.add_argument(
+        "--speedup",
+        type=float,
+        metavar="X",
+        help="the trace's time is X times ours (default: 0, one request after the other)",
+    )
+    group.add_argument("--requests", type=int, metavar="N", help="the first N only")
+    group.add_argument(
+        "--plane",
+        choices=("grpc", "auto"),
+        help="grpc (default): the daemon hears of each use at once, as in the replay; auto: by "
+        "shared memory where it can be",
+    )
+
+
+def _add_prices(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what a million input tokens cost, in any currency")
+    group.add_argument("--price-cached", type=float, metavar="P", help="found in a cache")
+    group.add_argument("--price-uncached", type=float, metavar="P", help="computed")
+
+
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="the whole report as JSON")
     group.add_argument("--csv", type=Path, metavar="FILE")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="out.png or out.svg")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="out.png, out.svg or out.html")
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.live is not None:
+        from kvtier.cli import bench_live
+
+        return bench_live.run(arguments)
     from kvtier.cli.bench_hit_ratio import run
+
+    return run(arguments)
+
+
+def _run_compare(arguments: argparse.Namespace) -> int:
+    from kvtier.cli.bench_compare import run
+
+    return run(arguments)
+
+
+def _run_advise(arguments: argparse.Namespace) -> int:
+    from kvtier.cli.bench_advise import run
 
     return run(arguments)

@@ -15,25 +15,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.bench.errors import BenchInput
-from kvtier.bench.formats import TraceFormat
-from kvtier.bench.models import KvDtype, bytes_per_token
 from kvtier.bench.plot import check_name
+from kvtier.bench.prices import TokenPrices
 from kvtier.bench.replay import SimTier, WritePolicy
 from kvtier.bench.routing import Router
 from kvtier.bench.textbook import TEXTBOOK
-from kvtier.bench.trace import Trace
+from kvtier.cli.bench_model import token_bytes
 from kvtier.core.policy import POLICIES
 from kvtier.core.policy.forecasting import FORECASTING
 from kvtier.errors import MissingExtra
 
-__all__ = ["Options", "check_arrivals", "check_tiers", "given_arrivals"]
+__all__ = ["Options", "check_place", "check_tiers"]
 
 _HELP: Final = "see `kvtier bench hit-ratio --help`"
-_TOKEN_BYTES_MAX: Final = 1 << 40
 _BLOCK_TOKENS_MAX: Final = 1 << 30
+_TTL_MAX_S: Final = 1e9
 _RATE_MIN: Final = 1e-3
 _RATE_MAX: Final = 1e12
-_DRAWN: Final = (TraceFormat.WEKA, TraceFormat.AGENT_COMPACT)
 _BY_SESSION: Final = (Router.SESSION, Router.SESSION_BOUNDED)
 
 
@@ -47,15 +45,22 @@ class Options:
     adoption: float
     rate: float
     token_bytes: int | None
+    prices: TokenPrices | None
+    ttls_s: Sequence[float]
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Options:
         """Raises BenchInput for what makes no sense whatever the trace is."""
         for file in (arguments.csv, arguments.plot):
-            _check_place(file)
+            check_place(file)
         if arguments.plot is not None:
             check_name(arguments.plot)
         _check_numbers(arguments)
+        live = (arguments.page_bytes, arguments.speedup, arguments.requests, arguments.plane)
+        if any(one is not None for one in live):
+            raise BenchInput(
+                "--page-bytes, --speedup, --requests and --plane need --live", remedy=_HELP
+            )
         writes = ["back"]
         if arguments.write is not None:
             writes = _names(arguments.write, WritePolicy, "write")
@@ -68,32 +73,15 @@ class Options:
             routers=[Router(name) for name in routers],
             adoption=1.0 if arguments.affinity_adoption is None else arguments.affinity_adoption,
             rate=8000.0 if arguments.rate is None else arguments.rate,
-            token_bytes=_token_bytes(arguments),
+            token_bytes=token_bytes(arguments),
+            prices=_prices(arguments),
+            ttls_s=_ttls(arguments.ttl),
         )
         if arguments.replicas is not None:
             _refuse(_against_replicas(arguments, found))
         else:
             _refuse(_without_replicas(arguments, found))
         return found
-
-
-def given_arrivals(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fields of Arrivals that were given."""
-    given = {
-        "hours": arguments.start_hours,
-        "gap_max_s": arguments.gap_max,
-        "seed": arguments.seed,
-    }
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def check_arrivals(given: dict[str, Any], trace: Trace) -> None:
-    """Raises BenchInput when starts of sessions were described and the trace has its own."""
-    if given and trace.format not in _DRAWN:
-        raise BenchInput(
-            "--start-hours, --gap-max and --seed are for traces of agents, whose starts are drawn",
-            remedy="leave them out",
-        )
 
 
 def check_tiers(
@@ -128,6 +116,32 @@ def check_tiers(
         raise BenchInput(
             "--untold is about tiers below gpu", remedy="give --tiers gpu=SIZE,host=SIZE"
         )
+
+
+def _ttls(text: str | None) -> Sequence[float]:
+    if text is None:
+        return ()
+    found = []
+    for part in text.split(","):
+        try:
+            seconds = float(part)
+        except ValueError:
+            seconds = -1.0
+        if not 0 < seconds < _TTL_MAX_S:
+            raise BenchInput(f"--ttl {_short(part)!r} is no number of seconds", remedy=_HELP)
+        found.append(seconds)
+    return found
+
+
+def _prices(arguments: argparse.Namespace) -> TokenPrices | None:
+    cached, uncached = arguments.price_cached, arguments.price_uncached
+    if cached is None and uncached is None:
+        return None
+    if cached is None or uncached is None:
+        raise BenchInput(
+            "one price without the other", remedy="give --price-cached and --price-uncached"
+        )
+    return TokenPrices(cached=cached, uncached=uncached)
 
 
 def _policies(text: str) -> Sequence[str]:
@@ -208,7 +222,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _check_place(file: Path | None) -> None:
+def check_place(file: Path | None) -> None:
     """A file that can be written or made: before the minutes of a replay, not after."""
     if file is None:
         return
@@ -228,19 +242,3 @@ def _names(text: str, known: Any, what: str) -> list[str]:
             remedy=f"one or more, with commas, of {', '.join(known)}",
         )
     return names
-
-
-def _token_bytes(arguments: argparse.Namespace) -> int | None:
-    given: int | None = arguments.bytes_per_token
-    if arguments.kv_dtype is not None and arguments.model is None:
-        raise BenchInput("--kv-dtype needs --model", remedy="name a model, or leave it out")
-    if given is not None:
-        if arguments.model is not None or not 1 <= given < _TOKEN_BYTES_MAX:
-            what = "stands beside --model" if arguments.model is not None else f"is {_short(given)}"
-            raise BenchInput(
-                f"--bytes-per-token {what}", remedy="give one of the two, from 1 to 2^40"
-            )
-        return given
-    if arguments.model is None:
-        return None
-    return bytes_per_token(arguments.model, KvDtype(arguments.kv_dtype or "bf16"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.bench.bounds import Optimum, ceiling
+from kvtier.bench.bounds import Optimum, ceiling, ceiling_with_ttl
 from kvtier.bench.figures import ratios
 from kvtier.bench.formats import read_trace
 from kvtier.bench.lru_curve import lru_curve
@@ -76,6 +76,36 @@ def test_synthetic_without_eviction():
     assert round(ratios(found, ceiling(found)).cold, 4) == 0.6512
 
 
+@pytest.mark.parametrize(
+    ("name", "percents"),
+    [
+        ("mooncake_conversation.jsonl.gz", (10.5, 29.3, 35.0, 37.1, 37.4)),
+        ("mooncake_synthetic.jsonl.gz", (32.8, 59.5, 64.6, 65.1, 65.1)),
+    ],
+)
+def test_times_to_live_of_1_5_10_30_and_60_minutes(name, percents):
+    found = trace(name)
+    cold = [ratios(found, ceiling_with_ttl(found, 60 * m)).cold for m in (1, 5, 10, 30, 60)]
+    assert tuple(round(100 * ratio, 1) for ratio in cold) == percents
+
+
+@pytest.mark.parametrize(
+    ("router", "tokens_m", "percent", "busy"),
+    [
+        ("prefix", 1, 49.2, 2.00),
+        ("prefix", 3, 62.6, 2.34),
+        ("kv", 3, 61.6, 1.08),
+        ("rr", 3, 19.8, 1.04),
+    ],
+)
+def test_routing_the_synthetic_trace_to_eight_replicas(router, tokens_m, percent, busy):
+    found = trace("mooncake_synthetic.jsonl.gz")
+    local = tokens_m * 1_000_000 // 512
+    done = route(found, Fleet(router=Router(router), replicas=8, local=local, rate=11000.0))
+    assert 100 * ratios(found, done.local).cold == pytest.approx(percent, abs=0.5)
+    assert done.imbalance() == pytest.approx(busy, abs=0.1)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("tokens_m", "percent"), [(0.3, 4.3), (1, 5.4), (10, 29.1), (50, 37.1)])
 def test_conversation_under_lru(tokens_m, percent):
@@ -132,7 +162,13 @@ def test_the_agent_trace():
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("router", "adoption", "percent"),
-    [("rr", 1.0, 57.1), ("session", 1.0, 94.9), ("session", 0.5, 78.7), ("kv", 1.0, 93.7)],
+    [
+        ("rr", 1.0, 57.1),
+        ("session", 1.0, 94.9),
+        ("session", 0.5, 78.7),
+        ("kv", 1.0, 93.7),
+        ("prefix", 1.0, 91.1),
+    ],
 )
 def test_routing_the_agent_trace_to_eight_replicas(router, adoption, percent):
     found = trace("claude_code_v6.jsonl.gz")

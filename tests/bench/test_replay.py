@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.bench.bounds import Optimum, ceiling, own_prefix
+from kvtier.bench.bounds import Optimum, ceiling, ceiling_with_ttl, own_prefix
 from kvtier.bench.cache import Cache
 from kvtier.bench.errors import BenchInput
 from kvtier.bench.lru_curve import lru_curve
@@ -52,6 +52,22 @@ def test_bounds(seed):
     assert ceiling(trace).tolist() == best
     assert own_prefix(trace).tolist() == same
     assert Optimum(trace).hits(trace.blocks_seen).tolist() == best
+
+
+@pytest.mark.parametrize("ttl_s", [0.5, 3.0, 20.0, 1e9])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_time_to_live_counts_from_the_last_use(seed, ttl_s):
+    trace = build(conversations(seed))  # a request a second
+    used: dict[int, float] = {}
+    best = []
+    for request in range(trace.requests):
+        path = upwards(trace, request)
+        fresh = [request - used.get(block, -1e12) <= ttl_s for block in path]
+        best.append(fresh.index(False) if False in fresh else len(fresh))
+        used.update(dict.fromkeys(path, float(request)))
+    assert ceiling_with_ttl(trace, ttl_s).tolist() == best
+    if ttl_s == 1e9:
+        assert best == ceiling(trace).tolist()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -107,6 +107,23 @@ def test_the_longest_prefix_wins_and_a_kv_router_weighs_it_with_the_load():
     assert kv.imbalance() < prefix.imbalance() == pytest.approx(4.0)
 
 
+def test_a_prefix_that_nobody_has_goes_to_the_first_of_the_least_loaded():
+    # Long after each other, so that all replicas are idle; then two at once.
+    requests = [(n, [1000 * n + i for i in range(200)]) for n in range(6)]
+    builder = TraceBuilder("generated", BLOCK)
+    for number, (session, ids) in enumerate(requests):
+        arrival = 100.0 * number if number < 4 else 1000.0
+        builder.add(
+            builder.blocks.follow(ids),
+            arrival_s=arrival,
+            session=session,
+            input_tokens=len(ids) * BLOCK,
+            output_tokens=1,
+        )
+    done = route(builder.build(), fleet(Router.PREFIX, local=10_000))
+    assert done.replica.tolist() == [0, 0, 0, 0, 0, 1]
+
+
 @pytest.mark.parametrize("router", Router)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_shared_tier_makes_the_router_irrelevant_to_the_hit_ratio(seed, router):

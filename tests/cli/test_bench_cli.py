@@ -213,7 +213,7 @@ def test_routers(bench, trace):
         (("--gap-max", "60"), "--start-hours, --gap-max and --seed are for traces of agents"),
         (("--start-hours", "8"), "--start-hours, --gap-max and --seed are for traces of agents"),
         (("--seed", "1"), "--start-hours, --gap-max and --seed are for traces of agents"),
-        (("--plot", "out.jpg"), "plot: 'out.jpg' ends in none of .png, .svg"),
+        (("--plot", "out.jpg"), "plot: 'out.jpg' ends in none of .png, .svg, .html"),
         (("--router", "kv"), "--router and --shared need --replicas"),
         (("--router", "rr"), "--router and --shared need --replicas"),
         (("--shared", ""), "--router and --shared need --replicas"),

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvtier.core.table import NO_ROW, CopyTable
 
-__all__ = ["UseOrder"]
+__all__ = ["Part", "UseOrder"]
 
 _BLOCK_BITS = 10
 _BLOCK = 1 << _BLOCK_BITS
@@ -36,7 +36,7 @@ _VECTOR_FROM = 16
 _LOOKED_AT_ONE_BY_ONE = 8
 
 
-class _Part:
+class Part:
     """Places `first` and up; those from `begin` to before `end` are in use.
 
     An entry is row + 1; below 0, of a row that is set aside; 0, a hole.
@@ -44,8 +44,8 @@ class _Part:
 
     __slots__ = (
         "_counts",
-        "_counts_np",
         "begin",
+        "counts_np",
         "end",
         "entries",
         "entries_np",
@@ -57,8 +57,8 @@ class _Part:
         # Zeros, which cost neither time nor memory until they are used.
         self.entries_np: npt.NDArray[np.int32] = np.zeros(below + above, np.int32)
         self.entries = self.entries_np.data
-        self._counts_np: npt.NDArray[np.int64] = np.zeros(1 + (below + above) // _BLOCK, np.int64)
-        self._counts = self._counts_np.data
+        self.counts_np: npt.NDArray[np.int64] = np.zeros(1 + (below + above) // _BLOCK, np.int64)
+        self._counts = self.counts_np.data
         self.waiting = 0
         self.first = first
         self.begin = self.end = first + below
@@ -70,7 +70,7 @@ class _Part:
 
     @property
     def nbytes(self) -> int:
-        return self.entries_np.nbytes + self._counts_np.nbytes
+        return self.entries_np.nbytes + self.counts_np.nbytes
 
     def write(self, place: int, entry: int) -> None:
         at = place - self.first
@@ -85,7 +85,7 @@ class _Part:
         at = places - self.first
         blocks, size = at >> _BLOCK_BITS, len(self._counts)
         before, after = blocks[self.entries_np[at] > 0], blocks[entries > 0]
-        self._counts_np += np.bincount(after, minlength=size) - np.bincount(before, minlength=size)
+        self.counts_np += np.bincount(after, minlength=size) - np.bincount(before, minlength=size)
         self.waiting += len(after) - len(before)
         self.entries_np[at] = entries
 
@@ -99,7 +99,7 @@ class _Part:
             if self.entries[near] > 0:
                 return self.first + near
         block = at >> _BLOCK_BITS
-        block += int((self._counts_np[block:] != 0).argmax())
+        block += int((self.counts_np[block:] != 0).argmax())
         entries = self.entries_np[block << _BLOCK_BITS :][:_BLOCK]
         return self.first + (block << _BLOCK_BITS) + int((entries > 0).argmax())
 
@@ -118,8 +118,8 @@ class UseOrder:
         # Zeros, which cost no memory until a row of this order is used. 0: not of this order.
         self._place_np: npt.NDArray[np.int64] = np.zeros(table.rows_max, np.int64)
         self._place = self._place_np.data
-        self._older: _Part | None = None
-        self._newer = _Part(1, below=0, above=_ROOM_MIN)
+        self._older: Part | None = None
+        self._newer = Part(1, below=0, above=_ROOM_MIN)
         self._front = 1  # no row before this place waits
         self.members = 0
         #: Entries looked at in its life: what bounds the time of a call.
@@ -172,8 +172,7 @@ class UseOrder:
         self._place[row] = self._queued[row] = 0
         self.members -= 1
         if not self.members:
-            self._older, self._newer = None, _Part(1, below=0, above=_ROOM_MIN)
-            self._front = 1
+            self._begin_anew()
 
     def set_aside(self, row: int) -> None:
         """The row is not the first until it is put back. It must wait."""
@@ -211,7 +210,11 @@ class UseOrder:
         self._part_of(self._front).write_many(self._place_np[rows], -rows - 1)
         self._queued_np[rows] = 0
 
-    def _parts(self) -> tuple[_Part, ...]:
+    def _begin_anew(self) -> None:
+        self._older, self._newer = None, Part(1, below=0, above=_ROOM_MIN)
+        self._front = 1
+
+    def _parts(self) -> tuple[Part, ...]:
         return (self._newer,) if self._older is None else (self._older, self._newer)
 
     def _at_place(self, row: int, entry: int) -> int:
@@ -222,7 +225,7 @@ class UseOrder:
         part.write(place, entry)
         return place
 
-    def _part_of(self, place: int) -> _Part:
+    def _part_of(self, place: int) -> Part:
         if self._older is not None and place < self._newer.first:
             return self._older
         return self._newer
@@ -253,9 +256,9 @@ class UseOrder:
             old = self._newer
             above = n + max(_ROOM_MIN, self.members, (old.end - old.begin) // 2)
             self._older = old
-            self._newer = _Part(old.after, below=self.members, above=above)
+            self._newer = Part(old.after, below=self.members, above=above)
 
-    def _bring_over(self, old: _Part, steps: int) -> None:
+    def _bring_over(self, old: Part, steps: int) -> None:
         begin = max(old.begin, old.end - steps)
         entries = old.entries_np[begin - old.first : old.end - old.first]
         self.looked_at += len(entries)
