@@ -24,7 +24,7 @@ from kvtier_engine.model.load import LoadedModel
 from kvtier_engine.schedule.output import Output
 from kvtier_engine.schedule.request import Request
 from kvtier_engine.schedule.sequence import Sequence
-from kvtier_engine.settings import EngineSettings, layout_of
+from kvtier_engine.settings import EngineSettings, KvCacheDtype, layout_of
 from kvtier_engine.stepper import Job, Stepper
 
 __all__ = ["Engine"]
@@ -34,8 +34,8 @@ _LOAD_WAIT_S = 0.002
 
 
 class Engine:
-    """Over `pool`, whose layout is `layout_of(model)` (else LayoutError). Owns neither pool nor
-    tiers, which are closed after it.
+    """Over `pool`, whose layout is what `layout_of` makes for this model and these settings (else
+    LayoutError). Owns neither pool nor tiers, which are closed after it.
     """
 
     def __init__(
@@ -46,15 +46,21 @@ class Engine:
         tiers: KvtierTiers | None = None,
         settings: EngineSettings | None = None,
     ) -> None:
-        difference = pool.layout.difference(layout_of(model, page_tokens=pool.layout.page_tokens))
-        if difference is not None:
-            raise LayoutError(
-                f"the pool's layout is not that of this model: {difference}",
-                remedy="make the pool with layout_of(model, page_tokens=...)",
-            )
         self.model = model
         self.pool = pool
         self.settings = settings = settings or EngineSettings()
+        wanted = layout_of(
+            model,
+            page_tokens=pool.layout.page_tokens,
+            chunk_pages=settings.chunk_pages,
+            kv_cache=KvCacheDtype.FP8_E4M3 if pool.form.is_fp8 else KvCacheDtype.AS_COMPUTED,
+        )
+        difference = pool.layout.difference(wanted)
+        if difference is not None:
+            raise LayoutError(
+                f"the pool's layout is not that of this model: {difference}",
+                remedy="make the pool with layout_of(model, ...), with this engine's chunk_pages",
+            )
         self._tiers = tiers
         self._stepper = Stepper(model.network, pool, tiers, settings)
         self._wake = threading.Condition()

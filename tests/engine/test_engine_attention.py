@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvtier_engine.attention.base import Attention, Batch
+from kvtier_engine.attention.pages import PlainPages
 from kvtier_engine.attention.sdpa import SdpaAttention
 from kvtier_engine.attention.varlen import VarlenAttention
 
@@ -82,7 +83,7 @@ CASES = [([1], 1), ([16], 16), ([37], 5), ([48], 16), ([1, 16, 17, 40], 1), ([20
 def test_dense_attention_is_softmax_attention(lengths: list[int], rows_each: int) -> None:
     kv = pool("cpu", torch.float32)
     batch = batch_of(lengths, rows_each, seed=3, device="cpu")
-    check(SdpaAttention(kv), kv, batch, seed=4, atol=2e-6)
+    check(SdpaAttention(PlainPages(kv)), kv, batch, seed=4, atol=2e-6)
 
 
 @pytest.mark.gpu

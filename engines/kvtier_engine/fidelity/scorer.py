@@ -41,7 +41,7 @@ class Scorer:
         self.tokens_max = tokens_max
         self.layout = layout_of(model, page_tokens=page_tokens)
         self._pool = DevicePool(self.layout, -(-tokens_max // page_tokens))
-        self._attention = attention_for(self._pool)
+        self._attention = attention_for(self._pool, model.network.dtype)
 
     def whole_pages(self, tokens: int) -> int:
         """The tokens of the full pages among the first `tokens`."""

@@ -19,9 +19,10 @@ import kvtier
 from kvtier.client.device import DevicePool
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.engine import Engine
+from kvtier_engine.errors import InvalidRequest
 from kvtier_engine.model.load import LoadedModel, load_model
 from kvtier_engine.server.app import App, serving
-from kvtier_engine.settings import EngineSettings, Integrity, layout_of
+from kvtier_engine.settings import EngineSettings, Integrity, KvCacheDtype, layout_of
 from kvtier_engine.smollm2 import MODEL_ID, ensure_model
 
 __all__ = ["close_engine", "run"]
@@ -40,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     model = _model(args.model, getattr(torch, args.dtype), args.device)
     pages = -(-args.pool_tokens // args.page_tokens)
-    pool = DevicePool(layout_of(model, page_tokens=args.page_tokens), pages, args.device)
+    kv_cache = _kv_cache(args.kv_cache_dtype, args.dtype)
+    layout = layout_of(model, page_tokens=args.page_tokens, kv_cache=kv_cache)
+    pool = DevicePool(layout, pages, args.device)
     settings = EngineSettings(
         queue_requests_max=args.queue_requests_max,
         running_requests_max=args.running_requests_max,
@@ -62,6 +65,18 @@ def run(args: argparse.Namespace) -> int:
                 # Its thread is in the middle of a pass: what it uses ends with the process.
                 stack.pop_all()
     return 0 if is_closed else 1
+
+
+def _kv_cache(asked: str | None, dtype: str) -> KvCacheDtype:
+    """Raises InvalidRequest for bfloat16 pages of a network that computes in another dtype."""
+    if asked == "fp8_e4m3":
+        return KvCacheDtype.FP8_E4M3
+    if asked == "bf16" and dtype != "bfloat16":
+        raise InvalidRequest(
+            f"--kv-cache-dtype bf16 with --dtype {dtype}",
+            remedy="leave --kv-cache-dtype out, ask for fp8_e4m3, or add --dtype bfloat16",
+        )
+    return KvCacheDtype.AS_COMPUTED
 
 
 def close_engine(engine: Engine, seconds_max: float) -> bool:

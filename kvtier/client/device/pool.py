@@ -32,6 +32,8 @@ _TAGS: Final = itertools.count(1)
 NO_TAG: Final = 0
 #: Of (pages, 2, page_tokens, heads, dim): what shares a scale.
 _TOKENS_AND_DIM: Final = (2, 4)
+#: The one e4m3fn code that is no number, but for its sign.
+_NAN_CODE: Final = 0x7F
 
 
 def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -131,6 +133,17 @@ class DevicePool:
         # As bytes: moves of fp8 are not there for every device.
         self.kv[:, :, layer].view(torch.uint8)[places] = codes.view(torch.uint8)
         self.scales(layer)[places] = scales.squeeze(-1).squeeze(2)
+
+    def extremes(self, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Least and greatest of what a page's numbers are made of (of an fp8 pool its scales), on
+        the device: finite if and only if every number of the page is.
+        """
+        if self._scales is None:
+            least, greatest = self.kv[page].aminmax()
+            return least, greatest
+        least, greatest = self._scales[page].aminmax()
+        is_code = (self.kv[page].view(torch.uint8) & _NAN_CODE).amax() < _NAN_CODE
+        return least, torch.where(is_code, greatest, torch.nan)
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages with one reference and a new tag each. Raises PoolExhausted; all or none.
