@@ -72,6 +72,15 @@ def one_by_one(engine: Engine) -> list[Completion]:
     return [answers(engine, [request])[0] for request in REQUESTS]
 
 
+def prompt_bytes(engine: Engine) -> list[torch.Tensor]:
+    """What the pool holds of the pages of each prompt that may be shared."""
+    return [engine.pool.rows[list(engine.inside.cached_pages(prompt))] for prompt in PROMPTS]
+
+
+def same_bytes(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, some, others))
+
+
 def tokens_of(done: list[Completion]) -> list[tuple[int, ...]]:
     return [one.tokens for one in done]
 
@@ -98,28 +107,37 @@ def test_a_pool_of_the_same_bytes_has_room_for_nearly_twice_the_tokens(
     assert len(done.tokens) == 2
 
 
+@pytest.mark.parametrize("cache", [FP8, PLAIN], ids=["fp8", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_hit_from_every_tier_gives_the_cold_text(
-    models: dict[torch.dtype, LoadedModel], tmp_path: Path, dtype: torch.dtype
+def test_a_hit_from_every_tier_gives_the_cold_text_and_bytes(
+    models: dict[torch.dtype, LoadedModel],
+    tmp_path: Path,
+    dtype: torch.dtype,
+    cache: KvCacheDtype,
 ) -> None:
+    """The bytes of the pool's pages after a load are those of the run that found nothing."""
     model = models[dtype]
-    engine = engine_of(model, kv_cache=FP8)
+    engine = engine_of(model, kv_cache=cache)
     cold = one_by_one(engine)
     again = one_by_one(engine)
     assert tokens_of(again) == tokens_of(cold)
     assert [one.cached for one in again] == [CachedTokens(device=count) for count in CACHED]
+    rows = prompt_bytes(engine)
+    assert sum(map(len, rows)) == sum(len(prompt) // PAGE_TOKENS for prompt in PROMPTS)
     settings = (f"nvme.paths={tmp_path}/nvme", "nvme.bytes=64MiB")
     with DaemonProcess(tmp_path, *settings) as daemon:
         with kvtier.connect(daemon.url) as kv:
-            with engine_on(model, kv) as first:
+            with engine_on(model, kv, cache) as first:
                 assert tokens_of(one_by_one(first)) == tokens_of(cold)
-            with engine_on(model, kv) as second:
+            with engine_on(model, kv, cache) as second:
                 host = one_by_one(second)
+                assert same_bytes(prompt_bytes(second), rows)
             kv.flush(deadline=20)
         daemon.kill()
         daemon.start()
-        with kvtier.connect(daemon.url) as kv, engine_on(model, kv) as third:
+        with kvtier.connect(daemon.url) as kv, engine_on(model, kv, cache) as third:
             nvme = one_by_one(third)
+            assert same_bytes(prompt_bytes(third), rows)
     assert tokens_of(host) == tokens_of(nvme) == tokens_of(cold)
     assert [one.logprobs for one in host] == [one.logprobs for one in cold], "not to the bit"
     assert [one.cached for one in host] == [CachedTokens(host=count) for count in CACHED]

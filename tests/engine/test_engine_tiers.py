@@ -227,7 +227,7 @@ def test_a_request_is_given_up_while_its_pages_are_loaded(
             handle = engine.submit(REQUESTS[-1])
             engine.step()
             stream.wait_for_copies(1)  # its pages have been read, and are about to be written
-            loading = engine._stepper.jobs[handle.number].sequence.table.ids[:12]
+            loading = engine.inside.sequence(handle).table.ids[:12]
             engine.cancel(handle)
             engine.step()
             with pytest.raises(RequestCancelled):

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import threading
 from pathlib import Path
 
 import torch
@@ -81,12 +80,7 @@ def _kv_cache(asked: str | None, dtype: str) -> KvCacheDtype:
 
 def close_engine(engine: Engine, seconds_max: float) -> bool:
     """False: its thread does not come to an end, and is left alone."""
-    closing = threading.Thread(target=engine.close, name="kvtier-engine-close", daemon=True)
-    closing.start()
-    closing.join(seconds_max)
-    if closing.is_alive():
-        log.error("engine.stuck seconds=%g", seconds_max)
-    return not closing.is_alive()
+    return engine.close(seconds_max)
 
 
 def _model(place: Path | None, dtype: torch.dtype, device: str) -> LoadedModel:

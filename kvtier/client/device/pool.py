@@ -28,6 +28,9 @@ __all__ = ["NO_TAG", "DevicePool", "on_device"]
 
 #: Every tag of the process comes from here, whatever the pool; `next` is one step for the threads.
 _TAGS: Final = itertools.count(1)
+#: Numbers of pools that were given no name: over one connection two of one name would hide each
+#: other in the daemon's status.
+_NAMES: Final = itertools.count(1)
 #: Of a page that was never allocated; the places before and behind the pool have it too.
 NO_TAG: Final = 0
 #: Of (pages, 2, page_tokens, heads, dim): what shares a scale.
@@ -51,15 +54,18 @@ class DevicePool:
     `rows` are the same bytes as uint8 (pages, page bytes): what is put and got. `tags` is int64
     (pages,) on the device. All are zeros at first (scales are 1). Raises
     LayoutError, see PageForm.of.
+
+    `name` is what status and metrics call it; without one it is kv-1, kv-2 and so on in this
+    process. A name of your own has to differ from those of other pools on the connection.
     """
 
     def __init__(
-        self, layout: Layout, pages: int, device: str | torch.device = "cpu", *, name: str = "kv"
+        self, layout: Layout, pages: int, device: str | torch.device = "cpu", *, name: str = ""
     ) -> None:
         if pages < 1:
             raise LayoutError(f"a pool of {pages} pages", remedy="give it at least one page")
         self.layout = layout
-        self.name = name
+        self.name = name or f"kv-{next(_NAMES)}"
         self.form = form = PageForm.of(layout)
         self.device = torch.device(device)
         self.rows = torch.zeros((pages, form.nbytes), dtype=torch.uint8, device=self.device)
