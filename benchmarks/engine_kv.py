@@ -32,8 +32,8 @@ from kvtier_engine.settings import KvCacheDtype, layout_of
 from kvtier_engine.smollm2 import ensure_model
 
 PLAIN, FP8 = KvCacheDtype.AS_COMPUTED, KvCacheDtype.FP8_E4M3
-#: Requests of bfloat16 that fill the pool.
-BATCH = 8
+#: Room for 8 of these requests in bfloat16, and a little more.
+POOL_BYTES, BATCH = 28_000_000, 8
 PROMPT_TOKENS, TOKENS = 224, 33
 CONTEXT, REST = 128, 64
 
@@ -58,13 +58,11 @@ def running_at_once(model: LoadedModel, pool: DevicePool, tokens: int) -> int:
 
 def room(model: LoadedModel) -> Iterator[Measured]:
     each = -(-(PROMPT_TOKENS + TOKENS) // PAGE_TOKENS) * PAGE_TOKENS
-    plain_bytes = layout_of(model, page_tokens=PAGE_TOKENS).raw_bytes
-    nbytes = plain_bytes * BATCH * each // PAGE_TOKENS
-    pools = [pages_in(model, nbytes, kv_cache) for kv_cache in (FP8, PLAIN)]
+    pools = [pages_in(model, POOL_BYTES, kv_cache) for kv_cache in (FP8, PLAIN)]
     ours, theirs = ((pool.pages * PAGE_TOKENS, pool.rows.nbytes) for pool in pools)
     yield Row.of_pairs(
         "kv/fp8-tokens",
-        f"tokens in a pool of {nbytes / 1e6:.0f} MB",
+        f"tokens in a pool of {POOL_BYTES / 1e6:.0f} MB",
         [(ours[0], theirs[0])],
         "tokens",
         "bfloat16",
