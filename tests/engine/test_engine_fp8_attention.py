@@ -12,7 +12,7 @@ from kvtier.client.device import DevicePool, fp8_layout
 from kvtier_engine.attention.base import Batch
 from kvtier_engine.attention.choice import attention_for
 from kvtier_engine.attention.fp8 import Fp8Pages, power_of_two_scales
-from tests.engine.test_engine_attention import (
+from tests.engine.attention_rig import (
     CASES,
     DIM,
     HEADS,
