@@ -113,7 +113,7 @@ class _Fp8Pass:
         if self._batch.rows_each == 1:
             return each
         zeros = each.new_zeros((len(self._touched), *each.shape[1:]))
-        return zeros.index_reduce_(0, self._places, each, "amax")
+        return zeros.scatter_reduce_(0, self._places[:, None, None].expand_as(each), each, "amax")
 
     def _shrink_codes(self, layer: int, which: torch.Tensor, factors: torch.Tensor) -> None:
         """The codes of these pages, of those touched, times `factors` (touched, 2, heads)."""
