@@ -115,11 +115,11 @@ def test_it_serves_over_fp8_pages(tmp_path: Path) -> None:
     with command_of(CODE, tmp_path, *words) as (_, port):
         client = http.client.HTTPConnection("127.0.0.1", port, timeout=50)
         body = {"model": "tiny", "prompt": "the cat " * 8, "max_tokens": 3, "ignore_eos": True}
-        for cached in (0, 48):
+        for cached in (0, 32):
             client.request("POST", "/v1/completions", json.dumps(body))
             usage = json.loads(client.getresponse().read())["usage"]
             assert usage["completion_tokens"] == 3
-            assert usage["prompt_tokens_details"]["cached_tokens"] >= cached
+            assert usage["prompt_tokens_details"]["cached_tokens"] == cached
         client.close()
 
 
