@@ -75,15 +75,11 @@ class _Fp8Pass:
         unit = torch.int32 if self._run % 4 == 0 else torch.uint8
         self._wide, self._unit = pool.rows.view(unit), unit.itemsize
         self._tables = batch.tables.reshape(-1)
-        if batch.rows_each == 1:
-            self._touched, self._places = batch.pages, torch.arange(len(batch.pages))
-            first = batch.offsets
-        else:
-            self._touched, self._places, counts = batch.pages.unique_consecutive(
-                return_inverse=True, return_counts=True
-            )
-            first = batch.offsets[counts.cumsum(0) - counts]
-        self._places = self._places.to(batch.pages.device)
+        # Rows of one page follow each other, and no page has rows of two sequences.
+        is_other = batch.pages[1:] != batch.pages[:-1]
+        is_first = torch.cat((is_other.new_ones(1), is_other))
+        self._touched, first = batch.pages[is_first], batch.offsets[is_first]
+        self._places = is_first.cumsum(0) - 1
         #: Pages of which something has been written before this pass: (touched, 1, 1).
         self._are_begun = (first > 0)[:, None, None]
 
@@ -110,7 +106,7 @@ class _Fp8Pass:
     def _greatest(self, rows: torch.Tensor) -> torch.Tensor:
         """(touched, 2, heads): of the rows that each page gets in this pass."""
         each = rows.abs().amax(dim=-1)
-        if self._batch.rows_each == 1:
+        if len(each) == len(self._touched):
             return each
         zeros = each.new_zeros((len(self._touched), *each.shape[1:]))
         return zeros.scatter_reduce_(0, self._places[:, None, None].expand_as(each), each, "amax")
