@@ -43,8 +43,10 @@ _RESAMPLED = 2000
 
 def decoding(model: LoadedModel, integrity: Integrity, plan: Plan, steps: int) -> Engine:
     """An engine in which all requests decode, and will for so many steps."""
-    work = work_of(model.network.config.vocab_size, BATCH, steps + 8, plan.seed, PROMPT_TOKENS)
-    pages = BATCH * -(-(PROMPT_TOKENS + work.tokens) // PAGE_TOKENS)
+    # The first of them decode while the last are computed, in turn with them.
+    tokens = steps + BATCH * (PROMPT_TOKENS // PAGE_TOKENS + 1)
+    work = work_of(model.network.config.vocab_size, BATCH, tokens, plan.seed, PROMPT_TOKENS)
+    pages = BATCH * -(-(PROMPT_TOKENS + tokens) // PAGE_TOKENS)
     pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), pages)
     engine = Engine(model, pool, settings=EngineSettings(integrity=integrity))
     sampling = Sampling(max_tokens=work.tokens, ignore_end=True)
@@ -137,12 +139,14 @@ def rows(plan: Plan) -> Iterator[Measured]:
     steps = in_pairs(checked, plain, pairs)
     tables = [sequence.table for sequence in checked.inside.sequences]
     step = statistics.median(without for _, without in steps)
+    if len(tables) != BATCH:
+        raise RuntimeError(f"{len(tables)} of {BATCH} requests are left")
     pages = sum(map(len, tables))
     for name, what, tracker, most in (
         ("tags/share", "the check alone over a step", TagTracker(checked.pool), 0.5),
         ("tags/noop", "the no-op tracker over a step", NoopTracker(), 0.01),
     ):
-        alone = [check_seconds(tables, tracker, plan.sized(500, 20)) for _ in range(9)]
+        alone = [check_seconds(tables, tracker, plan.sized(2000, 20)) for _ in range(9)]
         yield Row.of_values(
             name,
             what,
