@@ -118,7 +118,7 @@ def answers(model: LoadedModel, plan: Plan) -> Iterator[Measured]:
         for kv_cache in (PLAIN, FP8)
     ]
     parts, costs = list[Divergence](), list[tuple[Likelihood, Likelihood]]()
-    windows = min(plan.sized(16, 2), len(tokens) // (CONTEXT + REST))
+    windows = min(plan.sized(6, 2), len(tokens) // (CONTEXT + REST))
     for window in range(windows):
         at = window * (CONTEXT + REST)
         context, rest = tokens[at : at + CONTEXT], tokens[at + CONTEXT : at + CONTEXT + REST]
