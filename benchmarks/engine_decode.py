@@ -29,7 +29,7 @@ from kvtier_engine.engine import Engine
 from kvtier_engine.model.load import LoadedModel, load_model
 from kvtier_engine.schedule.request import Request, Sampling
 from kvtier_engine.schedule.states import State
-from kvtier_engine.settings import EngineSettings, Integrity, layout_of
+from kvtier_engine.settings import EngineSettings, Integrity, KvCacheDtype, layout_of
 from kvtier_engine.smollm2 import ensure_model
 
 PAGE_TOKENS = 32
@@ -50,29 +50,31 @@ class Work:
         return len(self.prompts) * (self.tokens - 1)
 
 
-def work_of(vocabulary: int, batch: int, tokens: int, seed: int) -> Work:
+def work_of(
+    vocabulary: int, batch: int, tokens: int, seed: int, prompt_tokens: int = PROMPT_TOKENS
+) -> Work:
     draw = random.Random(seed)
     prompts = [
-        [draw.randrange(100, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(batch)
+        [draw.randrange(100, vocabulary) for _ in range(prompt_tokens)] for _ in range(batch)
     ]
     return Work(prompts=prompts, tokens=tokens)
 
 
-def engine_rate(model: LoadedModel, work: Work) -> float:
+def engine_rate(
+    model: LoadedModel, work: Work, kv_cache: KvCacheDtype = KvCacheDtype.AS_COMPUTED
+) -> float:
     """Tokens a second, with an engine and a pool of its own."""
-    pages = -(-(PROMPT_TOKENS + work.tokens) // PAGE_TOKENS) * len(work.prompts)
-    pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), pages)
+    pages = sum(-(-(len(prompt) + work.tokens) // PAGE_TOKENS) for prompt in work.prompts)
+    pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS, kv_cache=kv_cache), pages)
     engine = Engine(model, pool, settings=EngineSettings(integrity=Integrity.TAGS))
     sampling = Sampling(max_tokens=work.tokens, ignore_end=True)
     handles = [
         engine.submit(Request(prompt=tuple(prompt), sampling=sampling)) for prompt in work.prompts
     ]
-    while (
-        not all(job.sequence.state is State.DECODING for job in engine._stepper.jobs.values())
-        or (engine.stats()["requests_waiting"])
-    ):
+    engine.step()
+    while not all(one.state is State.DECODING for one in engine.inside.sequences):
         engine.step()
-    before = sum(len(job.sequence.output.tokens) for job in engine._stepper.jobs.values())
+    before = sum(len(one.output.tokens) for one in engine.inside.sequences)
     started = time.perf_counter()
     engine.run_until_idle()
     seconds = time.perf_counter() - started

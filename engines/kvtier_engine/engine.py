@@ -11,6 +11,7 @@ while anything is computed.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from types import TracebackType
@@ -20,22 +21,27 @@ from kvtier.errors import LayoutError
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.errors import EngineClosed, EngineStarted, InvalidRequest, QueueFull
 from kvtier_engine.handle import Handle, Sink
+from kvtier_engine.inspection import Inspection
 from kvtier_engine.model.load import LoadedModel
 from kvtier_engine.schedule.output import Output
 from kvtier_engine.schedule.request import Request
 from kvtier_engine.schedule.sequence import Sequence
-from kvtier_engine.settings import EngineSettings, layout_of
+from kvtier_engine.settings import EngineSettings, KvCacheDtype, layout_of
 from kvtier_engine.stepper import Job, Stepper
 
-__all__ = ["Engine"]
+__all__ = ["CLOSE_SECONDS_MAX", "Engine"]
 
+log = logging.getLogger(__name__)
+
+#: A step that is under way is waited for; one that hangs is not.
+CLOSE_SECONDS_MAX = 10.0
 #: How long an idle loop waits for a load before it looks for new requests again.
 _LOAD_WAIT_S = 0.002
 
 
 class Engine:
-    """Over `pool`, whose layout is `layout_of(model)` (else LayoutError). Owns neither pool nor
-    tiers, which are closed after it.
+    """Over `pool`, whose layout is what `layout_of` makes for this model and these settings (else
+    LayoutError). Owns neither pool nor tiers, which are closed after it.
     """
 
     def __init__(
@@ -46,17 +52,24 @@ class Engine:
         tiers: KvtierTiers | None = None,
         settings: EngineSettings | None = None,
     ) -> None:
-        difference = pool.layout.difference(layout_of(model, page_tokens=pool.layout.page_tokens))
-        if difference is not None:
-            raise LayoutError(
-                f"the pool's layout is not that of this model: {difference}",
-                remedy="make the pool with layout_of(model, page_tokens=...)",
-            )
         self.model = model
         self.pool = pool
         self.settings = settings = settings or EngineSettings()
+        wanted = layout_of(
+            model,
+            page_tokens=pool.layout.page_tokens,
+            chunk_pages=settings.chunk_pages,
+            kv_cache=KvCacheDtype.FP8_E4M3 if pool.form.is_fp8 else KvCacheDtype.AS_COMPUTED,
+        )
+        difference = pool.layout.difference(wanted)
+        if difference is not None:
+            raise LayoutError(
+                f"the pool's layout is not that of this model: {difference}",
+                remedy="make the pool with layout_of(model, ...), with this engine's chunk_pages",
+            )
         self._tiers = tiers
         self._stepper = Stepper(model.network, pool, tiers, settings)
+        self.inside = Inspection(self._stepper)
         self._wake = threading.Condition()
         self._inbox: deque[Job] = deque()
         self._given_up: set[int] = set()
@@ -144,15 +157,26 @@ class Engine:
         self._thread.start()
         return self
 
-    def close(self) -> None:
-        """Ends every request that is left with EngineClosed, and the loop. Twice is no error."""
+    def close(self, timeout_seconds: float = CLOSE_SECONDS_MAX) -> bool:
+        """Ends every request that is left with EngineClosed, and the loop. Twice is no error.
+
+        False: the loop is in the middle of a step that does not end in `timeout_seconds`. It is
+        left alone and ends behind that step; until then pool and model are in use. Those who wait
+        for a handle are told at once; a sink, which might be what the step waits for, is told then.
+        """
         with self._wake:
             self._is_closed = True
             self._wake.notify()
-        if self._thread is not None:
-            self._thread.join()
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_seconds)
+            if thread.is_alive():
+                log.error("engine.stuck", extra={"seconds": timeout_seconds})
+                self._tell_those_who_wait()
+                return False
             self._thread = None
         self._end_all()
+        return True
 
     @property
     def is_closed(self) -> bool:
@@ -193,18 +217,25 @@ class Engine:
                         return
                 if not self.step():
                     self._stepper.wait_for_loads(_LOAD_WAIT_S)
-        except BaseException:
-            # A defect: nobody may wait for an engine that has stopped.
+        finally:
+            # Also after a defect: nobody may wait for an engine that has stopped.
             with self._wake:
                 self._is_closed = True
             self._end_all()
-            raise
 
     def _end_all(self) -> None:
         with self._wake:
             while self._inbox:
                 self._stepper.take(self._inbox.popleft())
         self._stepper.end_all(_closed())
+
+    def _tell_those_who_wait(self) -> None:
+        """Of an engine whose thread stands: nothing of theirs is touched but the handle."""
+        with self._wake:
+            jobs = [*self._inbox, *self._stepper.jobs.values()]
+        for job in jobs:
+            if not job.handle.has_sink:
+                job.handle.tell(_closed())
 
     @property
     def _waiting(self) -> int:

@@ -6,6 +6,7 @@ Safe from any thread; one reader of `deltas` or `result`.
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 
 from kvtier.errors import DeadlineExceeded, KvtierError
@@ -24,8 +25,11 @@ class Handle:
 
     def __init__(self, number: int, sink: Sink | None) -> None:
         self.number = number
+        self.has_sink = sink is not None
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._sink: Sink = sink or self._outcomes.put
+        #: Of an engine that hangs the one who closes it tells the end, too.
+        self._lock = threading.Lock()
         self._end: Completion | KvtierError | None = None
         self._is_deaf = False
 
@@ -33,12 +37,13 @@ class Handle:
         """For the engine. The first end counts, and is the last that is told. A sink that raises is
         told the end alone from then on; its error is logged.
         """
-        if self._end is not None:
-            return
-        if not isinstance(outcome, Delta):
-            self._end = outcome
-        elif self._is_deaf:
-            return
+        with self._lock:
+            if self._end is not None:
+                return
+            if not isinstance(outcome, Delta):
+                self._end = outcome
+            elif self._is_deaf:
+                return
         told = attempted(lambda: self._sink(outcome), "sink")
         self._is_deaf |= isinstance(told, Exception)
 

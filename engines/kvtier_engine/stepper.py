@@ -64,7 +64,7 @@ class Stepper:
         self._tiers = tiers
         self.scheduler = Scheduler(pool, tiers, settings.running_requests_max)
         self.radix = self.scheduler.radix
-        self._runner = ModelRunner(network, pool, attention_for(pool))
+        self._runner = ModelRunner(network, pool, attention_for(pool, network.dtype))
         tags = settings.integrity is Integrity.TAGS
         self._tracker: Tracker = TagTracker(pool) if tags else NoopTracker()
         self.jobs: dict[int, Job] = {}
@@ -162,7 +162,7 @@ class Stepper:
         self.counts["prefill_passes"] += 1
         self.counts["prefill_pages"] += plan.end - plan.first
         for page in sequence.table.ids[plan.first : plan.end]:
-            sequence.extremes += self._pool.kv[page].aminmax()
+            sequence.extremes += self._pool.extremes(page)
         if not sequence.take_computed(plan.first, plan.end):
             return
         if logits is None:
@@ -264,7 +264,7 @@ class Stepper:
         """A page of its own computing, or one that holds what is no number."""
         if place in sequence.computed:
             return True
-        extremes = self._pool.kv[sequence.table.ids[place]].aminmax()
+        extremes = self._pool.extremes(sequence.table.ids[place])
         return not bool(torch.stack(extremes).isfinite().all())
 
     def _end(self, job: Job, outcome: Completion | KvtierError) -> None:

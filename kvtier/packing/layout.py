@@ -52,10 +52,10 @@ class LayoutOptions(TypedDict, total=False):
 class Layout:
     """One model's pages, seen from one shard. Raises LayoutError naming the field that is wrong.
 
-    `kv_compute` is the dtype of the KV that attention read while this KV was computed; `rope` the
-    canonical text of the rotary settings; `storage_order` a permutation of "LTHD" (layer, token,
-    head, dim); `segments` describe the whole model and `shard` the part of it that these pages
-    hold.
+    `kv_compute` is the dtype of the KV that attention read while this KV was computed, and may name
+    what else an engine's numbers depend on; `rope` the canonical text of the rotary settings;
+    `storage_order` a permutation of "LTHD" (layer, token, head, dim); `segments` describe the whole
+    model and `shard` the part of it that these pages hold.
     """
 
     model_id: str

@@ -87,6 +87,9 @@ class _Flag:
     def wait(self, deadline: Deadline | None = None) -> bool:
         return self._event.wait(None if deadline is None else _left(deadline))
 
+    def hold(self) -> None:
+        self._event.wait()
+
 
 def _left(deadline: Deadline) -> float:
     return 0.0 if deadline.has_passed else deadline.remaining()

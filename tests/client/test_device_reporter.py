@@ -85,3 +85,12 @@ def test_an_absent_daemon_hinders_nothing(tmp_path, layout):
         with PoolReporter(connection, pool):
             pool.allocate(2)
         assert time.monotonic() - began < 10
+
+
+def test_pools_without_a_name_do_not_hide_each_other(engine, layout):
+    pools = [DevicePool(layout, pages) for pages in (3, 5)]
+    engine.namespace(layout)
+    with PoolReporter(engine, pools[0]), PoolReporter(engine, pools[1]):
+        until(lambda: len(engine.status().pools) == 2)
+        told = {one.pool.name: one.pool.pages for one in engine.status().pools}
+    assert told == {pools[0].name: 3, pools[1].name: 5}

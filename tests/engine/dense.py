@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier_engine.attention.base import Batch
+from kvtier_engine.attention.pages import PlainPages
 from kvtier_engine.attention.sdpa import SdpaAttention
 from kvtier_engine.model.llama import Llama
 
@@ -20,7 +21,7 @@ class Dense:
         self._network = network
         self._page_tokens = page_tokens
         self._order = torch.arange(pages - 1, -1, -1)
-        self._attention = SdpaAttention(torch.zeros(shape, dtype=network.dtype))
+        self._attention = SdpaAttention(PlainPages(torch.zeros(shape, dtype=network.dtype)))
         self.length = 0
 
     def feed(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from kvtier_engine.model.load import LoadedModel
 from kvtier_engine.model.tokens import Tokenizer
 from kvtier_engine.model.weights import Weights, shapes_of
 from kvtier_engine.schedule.request import Completion, Request, Sampling
-from kvtier_engine.settings import EngineSettings, layout_of
+from kvtier_engine.settings import EngineSettings, KvCacheDtype, layout_of
 
 PAGE_TOKENS = 8
 END = 1
@@ -77,9 +77,27 @@ def tiny_model(dtype: torch.dtype = torch.float32, *, seed: int = 7) -> LoadedMo
     )
 
 
-def engine_of(model: LoadedModel, *, pages: int = 64, **settings: object) -> Engine:
-    pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), pages)
-    return Engine(model, pool, settings=EngineSettings(**settings))
+def pool_of(
+    model: LoadedModel,
+    pages: int = 64,
+    *,
+    chunk_pages: int = 1,
+    kv_cache: KvCacheDtype = KvCacheDtype.AS_COMPUTED,
+) -> DevicePool:
+    layout = layout_of(model, page_tokens=PAGE_TOKENS, chunk_pages=chunk_pages, kv_cache=kv_cache)
+    return DevicePool(layout, pages)
+
+
+def engine_of(
+    model: LoadedModel,
+    *,
+    pages: int = 64,
+    kv_cache: KvCacheDtype = KvCacheDtype.AS_COMPUTED,
+    **settings: object,
+) -> Engine:
+    made = EngineSettings(**settings)
+    pool = pool_of(model, pages, chunk_pages=made.chunk_pages, kv_cache=kv_cache)
+    return Engine(model, pool, settings=made)
 
 
 def prompt_of(tokens: int, *, seed: int) -> tuple[int, ...]:

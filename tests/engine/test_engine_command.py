@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvtier_engine.errors import InvalidRequest
 from kvtier_engine.server import command
 from kvtier_engine.server.errors import NetworkUnprotected
 from tests.engine.tiny_gguf import gguf_of, tiny_model
@@ -24,6 +25,7 @@ from tests.engine.tiny_gguf import gguf_of, tiny_model
 # The command as `kvtier` loads it, without the entry point of an installation.
 CODE = """
 import argparse, sys
+from kvtier_engine.errors import InvalidRequest
 from kvtier_engine.server import command
 parser = argparse.ArgumentParser()
 command.register(parser.add_subparsers())
@@ -106,3 +108,25 @@ def test_the_network_is_let_in_only_where_somebody_says_so(
     for words in (["--host", host, "--allow-insecure-network"], ["--host", "::1"], []):
         assert command.run(parser.parse_args(["engine", *words])) == 0
     assert served == [host, "::1", "127.0.0.1"]
+
+
+def test_it_serves_over_fp8_pages(tmp_path: Path) -> None:
+    words = ["--page-tokens", "16", "--kv-cache-dtype", "fp8_e4m3"]
+    with command_of(CODE, tmp_path, *words) as (_, port):
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=50)
+        body = {"model": "tiny", "prompt": "the cat " * 8, "max_tokens": 3, "ignore_eos": True}
+        for cached in (0, 32):
+            client.request("POST", "/v1/completions", json.dumps(body))
+            usage = json.loads(client.getresponse().read())["usage"]
+            assert usage["completion_tokens"] == 3
+            assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+        client.close()
+
+
+def test_pages_in_another_dtype_than_the_network_are_refused(tmp_path: Path) -> None:
+    gguf = gguf_of(tiny_model(), tmp_path / "tiny.gguf")
+    words = ["--model", str(gguf), "--dtype", "float32", "--kv-cache-dtype", "bf16"]
+    parser = argparse.ArgumentParser()
+    command.register(parser.add_subparsers())
+    with pytest.raises(InvalidRequest, match="--kv-cache-dtype bf16 with --dtype float32"):
+        command.run(parser.parse_args(["engine", *words]))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from kvtier.client.device import PageNotHeld
 from kvtier_engine.cache.radix import RadixCache
 from kvtier_engine.engine import Engine
 from kvtier_engine.errors import EngineClosed, EngineStarted, KvTagMismatch, RequestFailed
-from kvtier_engine.handle import Outcome
+from kvtier_engine.handle import Handle, Outcome
 from kvtier_engine.model.llama import Llama
 from kvtier_engine.model.load import LoadedModel
 from kvtier_engine.model.tokens import TextStream
@@ -45,8 +48,8 @@ def bad_logits(engine: Engine, logits: torch.Tensor | None) -> None:
 def bad_kv(engine: Engine, logits: torch.Tensor | None) -> None:
     """The last page alone, which no later pass of the prompt reads."""
     if logits is not None:
-        (job,) = engine._stepper.jobs.values()
-        engine.pool.kv[job.sequence.table.ids[-1], 1, 0, 2] = torch.inf
+        (sequence,) = engine.inside.sequences
+        engine.pool.kv[sequence.table.ids[-1], 1, 0, 2] = torch.inf
 
 
 @pytest.mark.parametrize("spoil", [bad_logits, bad_kv])
@@ -70,7 +73,7 @@ def test_what_was_computed_with_no_numbers_is_found_by_nobody(
         engine.run_until_idle()
     with pytest.raises(RequestFailed, match="no numbers"):
         bad.result(0)
-    assert engine._stepper.radix.pages == 0
+    assert engine.stats()["pages_cached"] == 0
     engine.check_idle()
     (again,) = answers(engine, [PROMPT])
     assert (again.tokens, again.cached.device) == (expected, 0)
@@ -81,7 +84,7 @@ def test_a_cached_page_that_goes_bad_fails_one_request_and_no_more(
 ) -> None:
     engine = engine_of(model)
     answers(engine, [PROMPT])
-    ids = engine._stepper.radix.match(PROMPT.prompt).pages
+    ids = engine.inside.cached_pages(PROMPT.prompt)
     engine.pool.kv[ids[1], 0, 1, 3] = torch.nan
     bad = engine.submit(PROMPT)
     engine.run_until_idle()
@@ -98,7 +101,7 @@ def test_numbers_that_end_while_it_decodes_take_its_pages_from_the_tree(
     bad = engine.submit(PROMPT)
     while engine.stats().get("decode_passes", 0) < 2:
         engine.step()
-    engine.pool.kv[engine._stepper.radix.match(PROMPT.prompt).pages[2]] = torch.nan
+    engine.pool.kv[engine.inside.cached_pages(PROMPT.prompt)[2]] = torch.nan
     engine.run_until_idle()
     with pytest.raises(RequestFailed, match="no numbers"):
         bad.result(0)
@@ -133,7 +136,7 @@ def test_a_prefix_whose_page_was_given_away_is_computed_again(
 ) -> None:
     engine = engine_of(model, integrity=integrity)
     answers(engine, [PROMPT])
-    undo = fault(engine, engine._stepper.radix.match(PROMPT.prompt).pages[place])
+    undo = fault(engine, engine.inside.cached_pages(PROMPT.prompt)[place])
     handle = engine.submit(PROMPT)
     engine.run_until_idle()
     assert handle.result(0).tokens == expected
@@ -148,7 +151,7 @@ def test_a_prefix_whose_page_was_given_away_is_computed_again(
 def test_eviction_leaves_a_page_to_the_one_who_has_it(model: LoadedModel) -> None:
     engine = engine_of(model, pages=9)
     answers(engine, [PROMPT])
-    page = engine._stepper.radix.match(PROMPT.prompt).pages[4]
+    page = engine.inside.cached_pages(PROMPT.prompt)[4]
     undo = freed_and_given_away(engine, page)
     handle = engine.submit(greedy(prompt_of(60, seed=5), 4))  # all the pages but that one
     engine.run_until_idle()
@@ -176,7 +179,7 @@ def test_a_prompt_whose_page_was_given_away_is_not_shared(
     engine.run_until_idle()
     with pytest.raises(KvTagMismatch):
         handle.result(0)
-    assert engine._stepper.radix.pages == 0
+    assert engine.stats()["pages_cached"] == 0
     undone[0]()
     engine.check_idle()
 
@@ -277,6 +280,45 @@ def test_closing_tells_everybody_whatever_goes_wrong(
     engine.check_idle()
 
 
+@contextmanager
+def standing(engine: Engine) -> Iterator[Handle]:
+    """The engine's thread stands in the middle of a step, in the sink of the request yielded."""
+    stands, goes = threading.Event(), threading.Event()
+
+    def sink(_: Outcome) -> None:
+        stands.set()
+        goes.wait(50)
+
+    handle = engine.submit(PROMPT, sink)
+    assert stands.wait(40)
+    try:
+        yield handle
+    finally:
+        goes.set()
+
+
+def test_closing_an_engine_that_hangs_has_a_bound_and_leaves_nobody_waiting(
+    model: LoadedModel,
+) -> None:
+    engine = engine_of(model).start()
+    told: list[Outcome] = []
+    with standing(engine):
+        waiting = engine.submit(OTHER)
+        streaming = engine.submit(OTHER, told.append)
+        begun = time.monotonic()
+        assert not engine.close(0.05)
+        assert time.monotonic() - begun < 20
+        with pytest.raises(EngineClosed):
+            waiting.result(0)
+        assert not told, "told by a thread that is not the engine's"
+        with pytest.raises(EngineClosed):
+            engine.submit(OTHER)
+    assert engine.close(40.0)
+    assert [type(one) for one in told] == [EngineClosed]
+    assert isinstance(streaming.end, EngineClosed)
+    engine.check_idle()
+
+
 def test_an_engine_starts_once(model: LoadedModel) -> None:
     with engine_of(model) as engine, pytest.raises(EngineStarted):
         engine.start()
@@ -288,7 +330,8 @@ def test_nothing_is_evicted_for_one_who_is_not_let_in(
     engine = engine_of(model, pages=20)
     answers(engine, [PROMPT])  # five pages, cached
     running = engine.submit(greedy(prompt_of(64, seed=3), 40))
-    while not engine._stepper.jobs or not engine._stepper.jobs[running.number].first_token_seconds:
+    engine.step()
+    while not engine.inside.sequence(running).output.tokens:
         engine.step()
     blocked = engine.submit(greedy(prompt_of(100, seed=4), 2))  # 13 of 7 free and 5 cached
     looked = 0
@@ -305,7 +348,7 @@ def test_nothing_is_evicted_for_one_who_is_not_let_in(
     assert running.end is None
     assert engine.stats().get("evicted_pages", 0) == 0
     assert looked <= 2, "the prompt is looked for in every step"
-    assert len(engine._stepper.radix.match(PROMPT.prompt).pages) == PAGES
+    assert len(engine.inside.cached_pages(PROMPT.prompt)) == PAGES
     engine.run_until_idle()
     assert len(blocked.result(0).tokens) == 2
     engine.check_idle()

@@ -31,10 +31,6 @@ def expected(model: LoadedModel) -> dict[str, tuple[int, ...]]:
     return {"victim": victim.tokens, "other": other.tokens}
 
 
-def sequence_of(engine: Engine, handle: Handle) -> Sequence:
-    return engine._stepper.jobs[handle.number].sequence
-
-
 def given_to_another(engine: Engine, victim: Sequence) -> None:
     """Freed by mistake, and somebody else gets it."""
     page = victim.table.ids[-1]
@@ -60,7 +56,7 @@ def swapped(_: Engine, victim: Sequence) -> None:
 
 def another_request(engine: Engine, victim: Sequence) -> None:
     """The page of somebody else's, which is alive."""
-    (other,) = [job.sequence for job in engine._stepper.jobs.values() if job.sequence != victim]
+    (other,) = [sequence for sequence in engine.inside.sequences if sequence != victim]
     victim.table.pages[0] = other.table.ids[0]
 
 
@@ -77,7 +73,7 @@ def run_with(
     victim, other = engine.submit(VICTIM), engine.submit(OTHER)
     while engine.stats().get("decode_passes", 0) < 12:
         engine.step()
-    fault(engine, sequence_of(engine, victim))
+    fault(engine, engine.inside.sequence(victim))
     engine.run_until_idle()
     return engine, victim, other
 
@@ -116,11 +112,11 @@ def test_a_table_from_before_a_preemption_is_found(
     engine = engine_of(model, integrity=Integrity.TAGS)
     handle = engine.submit(VICTIM)
     engine.step()
-    while (sequence := sequence_of(engine, handle)).state is not State.DECODING:
+    while (sequence := engine.inside.sequence(handle)).state is not State.DECODING:
         engine.step()
     old = (sequence.table.pages.clone(), sequence.table.tags.clone())
-    engine._stepper.scheduler._preempt(sequence)
-    engine.pool.free(engine._stepper.radix.evict(64))  # so that it gets pages anew
+    engine.inside.preempt(handle)
+    engine.inside.evict(64)  # so that it gets pages anew
     while sequence.state is not State.DECODING:
         engine.step()
     sequence.table.pages[: len(old[0])] = old[0]

@@ -112,7 +112,7 @@ def test_room_is_never_made_with_the_pages_that_were_just_found(model: LoadedMod
     prompt = prompt_of(80, seed=3)
     answers(engine, [greedy(prompt, 1)])
     # Held by somebody, so that evicting them from the tree makes no room.
-    held = engine._stepper.radix.check()[4:]
+    held = list(engine.inside.cached_pages(prompt))[4:]
     engine.pool.share(held)
     handle = engine.submit(greedy((*prompt[:16], *prompt_of(30, seed=4)), 1))
     for _ in range(3):

@@ -19,7 +19,7 @@ from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.engine import Engine
 from kvtier_engine.model.load import LoadedModel, load_model
 from kvtier_engine.schedule.request import Completion, Request, Sampling
-from kvtier_engine.settings import layout_of
+from kvtier_engine.settings import KvCacheDtype, layout_of
 from kvtier_engine.smollm2 import ensure_model
 from tests.engine.dense import Dense
 from tests.engine.smollm2_prompts import PROMPTS
@@ -29,15 +29,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 PAGE_TOKENS = 32
+#: Room for all prompts and answers: nothing is evicted.
+PAGES = 256
 TOKENS = 12
 #: Logits of bfloat16 have 8 bits: at their size here (about 20) two nearest numbers are 0.125
 #: apart, and 30 layers add up some roundings. A choice between two that are closer than this is
 #: no statement of the model.
 BFLOAT16_EPSILON = 1.0
+#: Of the natural logarithms of the likeliest tokens, between fp8 pages and those in bfloat16.
+FP8_LOGPROB_BOUND = 1.0
 #: How many of the prompts the default tests take, and of the tokens.
-FEW, FEW_TOKENS = 1, 6
+FEW, FEW_TOKENS = 5, 3
 
-ALL = [pytest.param(FEW, id="few"), pytest.param(None, id="all", marks=pytest.mark.soak)]
+PLAIN, FP8 = KvCacheDtype.AS_COMPUTED, KvCacheDtype.FP8_E4M3
+ALL = [pytest.param(1, id="one"), pytest.param(None, id="all", marks=pytest.mark.soak)]
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +56,23 @@ def exact(place: Path) -> LoadedModel:
 
 
 def prompts_of(model: LoadedModel, count: int | None) -> list[list[int]]:
+    """All of them, or the `count` shortest."""
     tokenizer = model.tokenizer
+    texts = sorted(PROMPTS, key=len)[:count] if count else PROMPTS
     return [
         tokenizer.encode(tokenizer.chat([{"role": "user", "content": text}]), special=False)
-        for text in PROMPTS[:count]
+        for text in texts
     ]
 
 
 @contextmanager
-def engine_on(model: LoadedModel, kv: Connection | None, pages: int = 64) -> Iterator[Engine]:
-    pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), pages)
+def engine_on(
+    model: LoadedModel,
+    kv: Connection | None,
+    pages: int = 64,
+    kv_cache: KvCacheDtype = PLAIN,
+) -> Iterator[Engine]:
+    pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS, kv_cache=kv_cache), pages)
     tiers = KvtierTiers(kv, pool, deadline_seconds=20) if kv else None
     try:
         engine = Engine(model, pool, tiers=tiers)
@@ -75,7 +87,7 @@ def engine_on(model: LoadedModel, kv: Connection | None, pages: int = 64) -> Ite
 
 def told(engine: Engine, prompt: list[int], tokens: int) -> Completion:
     """One request alone: batches are made of others then, and not of it."""
-    sampling = Sampling(max_tokens=tokens, ignore_end=True)
+    sampling = Sampling(max_tokens=tokens, ignore_end=True, logprobs=2)
     handle = engine.submit(Request(prompt=tuple(prompt), sampling=sampling))
     engine.run_until_idle()
     return handle.result(0)
@@ -107,16 +119,22 @@ def test_greedy_text_is_that_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "count"),
+    ("dtype", "kv_cache", "count"),
     [
-        pytest.param(torch.float32, FEW, id="fp32-few"),
-        pytest.param(torch.float32, None, id="fp32-all", marks=pytest.mark.soak),
-        pytest.param(torch.bfloat16, None, id="bf16-all", marks=pytest.mark.soak),
+        pytest.param(torch.float32, PLAIN, FEW, id="fp32-few"),
+        pytest.param(torch.float32, PLAIN, None, id="fp32-all", marks=pytest.mark.soak),
+        pytest.param(torch.bfloat16, PLAIN, None, id="bf16-all", marks=pytest.mark.soak),
+        pytest.param(torch.bfloat16, FP8, None, id="bf16-fp8-all", marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_a_hit_from_every_tier_gives_the_cold_text(
-    place: Path, exact: LoadedModel, tmp_path: Path, dtype: torch.dtype, count: int | None
+    place: Path,
+    exact: LoadedModel,
+    tmp_path: Path,
+    dtype: torch.dtype,
+    kv_cache: KvCacheDtype,
+    count: int | None,
 ) -> None:
     """fp32 exactly. bf16 exactly too, or where it differs the cold run's two likeliest tokens were
     closer than BFLOAT16_EPSILON; how many differ is shown.
@@ -125,27 +143,28 @@ def test_a_hit_from_every_tier_gives_the_cold_text(
     model = exact if dtype is torch.float32 else load_model(place, dtype=dtype)
     prompts = prompts_of(model, count)
     tokens = FEW_TOKENS if count else TOKENS
-    settings = ("host.bytes=256MiB", f"nvme.paths={tmp_path}/nvme", "nvme.bytes=1GiB")
+    settings = ("host.bytes=512MiB", f"nvme.paths={tmp_path}/nvme", "nvme.bytes=2GiB")
     warm: dict[str, list[Completion]] = {}
-    with engine_on(model, None, pages=128) as engine:
+    with engine_on(model, None, PAGES, kv_cache) as engine:
         cold = [told(engine, prompt, tokens) for prompt in prompts]
         assert sum(one.cached.total for one in cold[:1]) == 0
         warm["device"] = [told(engine, prompt, tokens) for prompt in prompts]
     with DaemonProcess(tmp_path, *settings) as daemon:
         with kvtier.connect(daemon.url, deadline=20) as kv:
             for tier in ("nothing", "host"):
-                with engine_on(model, kv, pages=128) as engine:
+                with engine_on(model, kv, PAGES, kv_cache) as engine:
                     warm[tier] = [told(engine, prompt, tokens) for prompt in prompts]
             kv.flush(deadline=60)
         daemon.kill()
         daemon.start()
         with (
             kvtier.connect(daemon.url, deadline=20) as kv,
-            engine_on(model, kv, pages=128) as engine,
+            engine_on(model, kv, PAGES, kv_cache) as engine,
         ):
             warm["nvme"] = [told(engine, prompt, tokens) for prompt in prompts]
     for tier in ("device", "host", "nvme"):
-        assert all(getattr(one.cached, tier) > 0 for one in warm[tier]), tier
+        assert all(one.cached.total > 0 for one in warm[tier]), tier
+        assert getattr(warm[tier][0].cached, tier) > 0, tier
     differing = 0
     for tier, completions in warm.items():
         for number, (one, expected) in enumerate(zip(completions, cold, strict=True)):
@@ -153,19 +172,50 @@ def test_a_hit_from_every_tier_gives_the_cold_text(
                 continue
             assert dtype is torch.bfloat16, f"{tier}, prompt {number}: another text"
             differing += 1
-            gap = gap_at_divergence(model, prompts[number], expected, one)
+            gap = gap_at_divergence(expected, one)
             assert gap < BFLOAT16_EPSILON, f"{tier}, prompt {number}: a gap of {gap}"
     # Shown by `pytest -rP`, and by a failure.
     sys.stdout.write(f"{differing} of {len(warm) * len(prompts)} answers differ\n")
 
 
-def gap_at_divergence(
-    model: LoadedModel, prompt: list[int], cold: Completion, other: Completion
-) -> float:
-    at = next(i for i in range(len(cold.tokens)) if cold.tokens[i] != other.tokens[i])
-    dense = Dense(model.network, pages=64, page_tokens=PAGE_TOKENS)
-    row = dense.prefill(prompt)[-1]
-    for token in cold.tokens[:at]:
-        row = dense.feed([token])[-1]
-    best = row.topk(2).values
-    return float(best[0] - best[1])
+@pytest.mark.parametrize("count", ALL)
+@pytest.mark.timeout(1200)
+def test_fp8_pages_give_the_text_of_plain_ones_within_a_bound(
+    place: Path, count: int | None
+) -> None:
+    """Until two tokens are closer than the bound in the run over plain pages; how many of the
+    answers are the same, and the greatest difference of a logarithm, is shown.
+    """
+    model = load_model(place, dtype=torch.bfloat16)
+    prompts = prompts_of(model, count)
+    with engine_on(model, None, PAGES) as engine:
+        plain = [told(engine, prompt, TOKENS) for prompt in prompts]
+    with engine_on(model, None, PAGES, FP8) as engine:
+        packed = [told(engine, prompt, TOKENS) for prompt in prompts]
+    same, greatest = 0, 0.0
+    for number, (ours, theirs) in enumerate(zip(packed, plain, strict=True)):
+        for here, there in zip(ours.logprobs, theirs.logprobs, strict=True):
+            common = dict(here.top).keys() & dict(there.top).keys()
+            apart = [abs(dict(here.top)[token] - dict(there.top)[token]) for token in common]
+            greatest = max([greatest, *apart])
+            if here.token != there.token:
+                break
+        same += ours.tokens == theirs.tokens
+        if ours.tokens != theirs.tokens:
+            gap = gap_at_divergence(theirs, ours)
+            assert gap < FP8_LOGPROB_BOUND, f"prompt {number}: a gap of {gap}"
+    sys.stdout.write(f"{same} of {len(prompts)} answers are the same, {greatest:.3f} at most\n")
+    assert greatest < FP8_LOGPROB_BOUND
+
+
+def gap_at_divergence(expected: Completion, other: Completion) -> float:
+    """Between the two likeliest tokens of the first run, where the second one took another: of
+    their logits, which is that of their logarithms.
+    """
+    at = next(
+        i
+        for i, pair in enumerate(zip(expected.tokens, other.tokens, strict=True))
+        if len({*pair}) > 1
+    )
+    (_, first), (_, second) = expected.logprobs[at].top[:2]
+    return first - second

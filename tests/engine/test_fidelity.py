@@ -25,6 +25,7 @@ from kvtier_engine.fidelity.tasks import (
     read_questions,
     read_tool_tasks,
 )
+from kvtier_engine.settings import KvCacheDtype
 from tests.engine.engine_rig import PAGE_TOKENS, prompt_of, tiny_model
 
 BOTH = (Codec.RAW, Codec.FP8)
@@ -78,6 +79,18 @@ def test_raw_pages_are_left_alone_and_packed_ones_are_what_the_codec_makes(score
     assert torch.equal(made[Codec.FP8][0][0], raw[0]), "the context's own pass saw raw pages"
     assert not torch.equal(made[Codec.FP8][0][1:], raw[1:])
     assert 0 < divergence(raw[1:], made[Codec.FP8][0][1:]).kl_max < 0.5
+
+
+def test_over_an_fp8_pool_the_context_too_is_computed_upon_fp8_pages(scorer):
+    context, rest = prompt_of(4 * PAGE_TOKENS, seed=1), prompt_of(5, seed=2)
+    packed = Scorer(
+        tiny_model(), page_tokens=PAGE_TOKENS, tokens_max=256, kv_cache=KvCacheDtype.FP8_E4M3
+    )
+    raw, changed = (
+        one.logits(context, [rest], (Codec.RAW,))[Codec.RAW][0] for one in (scorer, packed)
+    )
+    assert not torch.equal(changed[0], raw[0])
+    assert 0 < divergence(raw, changed).kl_max < 0.5
 
 
 def test_greedy_text_is_that_of_the_logits(scorer):

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from kvtier.client.device import LayeredLoad
+
 __all__ = ["Attention", "AttentionPass", "Batch"]
 
 
@@ -24,6 +26,8 @@ class Batch:
     `tokens`, `positions`: of each row. `pages`, `offsets`: where each row's KV is written.
     `tables`: (sequences, pages) page numbers in order, the sequence's own first page past its last
     one. `lengths`: (sequences,) tokens of KV that a sequence has when this pass has been written.
+    `arriving`: a load whose layers may still be on their way to these pages; its `hold` comes
+    before a layer is read or written.
     """
 
     sequences: int
@@ -34,6 +38,7 @@ class Batch:
     offsets: torch.Tensor
     tables: torch.Tensor
     lengths: torch.Tensor
+    arriving: LayeredLoad | None = None
 
 
 class AttentionPass(Protocol):

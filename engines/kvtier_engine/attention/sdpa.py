@@ -4,7 +4,7 @@ The pages of every sequence are gathered into one dense tensor, then attention r
 things make this fast on a CPU: the gather copies whole (layer, k or v) runs of a page, each one
 contiguous piece; and query heads that share a key head become rows of that head's query, so that
 no key is repeated. What lies in a page past a sequence's length is masked by adding minus
-infinity, so every number in the pool must be finite.
+infinity, so every number in the pool must be finite. `pages.py` and `fp8.py` know how pages lie.
 """
 
 from __future__ import annotations
@@ -13,38 +13,34 @@ import torch
 from torch.nn import functional
 
 from kvtier_engine.attention.base import Batch
+from kvtier_engine.attention.pages import KvPages
 
 __all__ = ["SdpaAttention"]
 
 
 class SdpaAttention:
-    """Over `kv` (pages, 2, layers, page_tokens, kv_heads, dim), contiguous."""
+    """Over the pages of one pool."""
 
-    def __init__(self, kv: torch.Tensor) -> None:
-        self._kv = kv
+    def __init__(self, pages: KvPages) -> None:
+        self._pages = pages
 
     def prepare(self, batch: Batch) -> _SdpaPass:
-        return _SdpaPass(self._kv, batch)
+        return _SdpaPass(self._pages, batch)
 
 
 class _SdpaPass:
-    def __init__(self, kv: torch.Tensor, batch: Batch) -> None:
-        pages, _, layers, page_tokens, self._kv_heads, self._dim = kv.shape
-        self._kv = kv
-        self._layers = layers
+    def __init__(self, pages: KvPages, batch: Batch) -> None:
+        self._kv = pages.prepare(batch)
         self._batch = batch
-        #: One row a page, part and layer.
-        self._runs = kv.view(pages * 2 * layers, -1)
-        self._first_runs = (batch.tables * (2 * layers)).reshape(-1)
-        self._tokens = batch.tables.shape[1] * page_tokens
-        self._mask = self._causal_mask(kv.dtype)
+        self._kv_heads, self._dim = pages.shape.kv_heads, pages.shape.dim
+        self._tokens = batch.tables.shape[1] * pages.shape.page_tokens
+        self._mask = self._causal_mask(pages.dtype)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         batch = self._batch
-        self._kv[batch.pages, 0, layer, batch.offsets] = key
-        self._kv[batch.pages, 1, layer, batch.offsets] = value
+        self._kv.write(layer, key, value)
         groups = query.shape[1] // self._kv_heads
         grouped = (
             query.view(batch.sequences, batch.rows_each, self._kv_heads, groups, self._dim)
@@ -55,7 +51,7 @@ class _SdpaPass:
         if batch.rows_each > 1:
             mask = mask.repeat(1, 1, groups, 1)
         out = functional.scaled_dot_product_attention(
-            grouped, self._gathered(layer), self._gathered(self._layers + layer), attn_mask=mask
+            grouped, self._gathered(layer, 0), self._gathered(layer, 1), attn_mask=mask
         )
         return (
             out.view(batch.sequences, self._kv_heads, groups, batch.rows_each, self._dim)
@@ -63,11 +59,10 @@ class _SdpaPass:
             .reshape(query.shape)
         )
 
-    def _gathered(self, run: int) -> torch.Tensor:
+    def _gathered(self, layer: int, part: int) -> torch.Tensor:
         """(sequences, kv_heads, tokens, dim) of one layer's keys or values."""
-        dense = self._runs.index_select(0, self._first_runs + run)
         shape = (self._batch.sequences, self._tokens, self._kv_heads, self._dim)
-        return dense.view(shape).transpose(1, 2)
+        return self._kv.gathered(layer, part).view(shape).transpose(1, 2)
 
     def _causal_mask(self, dtype: torch.dtype) -> torch.Tensor:
         """(sequences, 1, rows_each, tokens): 0 where a row may look, minus infinity elsewhere."""

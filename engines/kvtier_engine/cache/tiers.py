@@ -21,6 +21,7 @@ from kvtier import GetCode, PutCode
 from kvtier.client import Connection, Namespace
 from kvtier.client.device import (
     DevicePool,
+    LayeredLoad,
     LoadResult,
     OffloadResult,
     PageNotHeld,
@@ -66,9 +67,9 @@ class KvtierTiers:
         self._reporter = PoolReporter(connection, pool, fingerprint=self._namespace.fingerprint)
         self._retry_seconds = retry_seconds
         self._ask_again = 0.0
-        self._loads: list[Transfer[LoadResult]] = []
-        #: Under way still: they may write to their pages.
-        self._given_up: list[Transfer[LoadResult]] = []
+        self._loads: list[LayeredLoad] = []
+        #: Given up, or known and used already: they may still write to their pages.
+        self._ending: list[LayeredLoad] = []
         self._offloads: list[Transfer[OffloadResult]] = []
         self.counts: Counter[str] = Counter()
 
@@ -82,26 +83,30 @@ class KvtierTiers:
 
     def start_load(
         self, keys: Sequence[bytes], ids: Sequence[int], request: Request
-    ) -> Transfer[LoadResult] | None:
-        """Fills pages `ids`, in the background. None while the service is known to be away, and
-        where the transfer cannot begin. Raises PageNotHeld.
+    ) -> LayeredLoad | None:
+        """Fills pages `ids`, in the background and layer by layer. None while the service is known
+        to be away, and where the transfer cannot begin. Raises PageNotHeld.
         """
         if time.monotonic() < self._ask_again:
             self.counts["loads_skipped"] += 1
             return None
         transfer = self._started(
-            partial(self._transfer.start_load, keys, ids, session=request.session)
+            partial(self._transfer.start_layered_load, keys, ids, session=request.session)
         )
         if transfer is not None:
             self._loads.append(transfer)
         return transfer
 
-    def loaded(self, transfer: Transfer[LoadResult], pages: int) -> LoadResult | None:
-        """What a load of `pages` pages came to, None while it goes on."""
-        result = attempted(transfer.poll, "load")
+    def loaded(self, transfer: LayeredLoad, pages: int) -> LoadResult | None:
+        """What a load of `pages` pages came to, None while that is not known. Layers of the hits
+        may be on their way: the transfer's `hold` comes before the reading of each.
+        """
+        result = attempted(transfer.arrived, "load")
         if result is None:
             return None
         self._loads.remove(transfer)
+        if not transfer.is_done:
+            self._ending.append(transfer)
         if isinstance(result, Exception):
             self._note(result)
             result = LoadResult.of_all(pages, GetCode.UNAVAILABLE)
@@ -111,11 +116,11 @@ class KvtierTiers:
             self.counts[f"load_{reason.name.lower()}_pages"] += 1
         return result
 
-    def give_up(self, transfer: Transfer[LoadResult]) -> None:
+    def give_up(self, transfer: LayeredLoad) -> None:
         """Nobody wants this load any more. Its pages may be written to until it has ended."""
         transfer.cancel()
         self._loads.remove(transfer)
-        self._given_up.append(transfer)
+        self._ending.append(transfer)
 
     def offload(self, keys: Sequence[bytes], ids: Sequence[int], request: Request) -> None:
         """Stores pages, in the background; they must not be written to any more. Raises
@@ -133,8 +138,12 @@ class KvtierTiers:
             self._offloads.append(transfer)
 
     def poll(self) -> None:
-        """Counts offloads that have ended, and forgets loads that were given up and have ended."""
-        self._given_up = [one for one in self._given_up if not one.is_done]
+        """Counts offloads that have ended, and forgets loads of which nobody asks any more."""
+        for load in [one for one in self._ending if one.is_done]:
+            self._ending.remove(load)
+            ended = attempted(load.poll, "load")
+            if isinstance(ended, Exception):
+                self._note(ended)
         for transfer in [one for one in self._offloads if one.is_done]:
             self._offloads.remove(transfer)
             result = attempted(transfer.poll, "offload")
@@ -150,8 +159,8 @@ class KvtierTiers:
         """Until a transfer is done, as far as can be told from the one longest under way, or that
         long. False, at once, when none is under way.
         """
-        under_way: list[Transfer[LoadResult] | Transfer[OffloadResult]]
-        under_way = [*self._loads, *self._given_up, *self._offloads]
+        under_way: list[LayeredLoad | Transfer[OffloadResult]]
+        under_way = [*self._loads, *self._ending, *self._offloads]
         if not under_way:
             return False
         if not any(transfer.is_done for transfer in under_way):
@@ -177,7 +186,7 @@ class KvtierTiers:
         self._transfer.close()
         self.poll()
 
-    def _started(self, start: Callable[[], Transfer[R]]) -> Transfer[R] | None:
+    def _started(self, start: Callable[[], R]) -> R | None:
         transfer = attempted(start, "transfer")
         if isinstance(transfer, PageNotHeld):  # nothing of the service: the caller's table is wrong
             raise transfer

@@ -21,15 +21,24 @@ from kvtier_engine.attention.base import Batch
 from kvtier_engine.attention.choice import attention_for
 from kvtier_engine.errors import InvalidRequest
 from kvtier_engine.model.load import LoadedModel
-from kvtier_engine.settings import layout_of
+from kvtier_engine.settings import KvCacheDtype, layout_of
 
 __all__ = ["Scorer"]
 
 
 class Scorer:
-    """Of `model`, with pages of `page_tokens` tokens and room for `tokens_max` tokens."""
+    """Of `model`, with pages of `page_tokens` tokens and room for `tokens_max` tokens. Over a pool
+    in fp8 (`kv_cache`) pages are what attention left there: Codec.RAW alone is for those.
+    """
 
-    def __init__(self, model: LoadedModel, *, page_tokens: int, tokens_max: int) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        page_tokens: int,
+        tokens_max: int,
+        kv_cache: KvCacheDtype = KvCacheDtype.AS_COMPUTED,
+    ) -> None:
         context = model.network.config.context_tokens
         if not page_tokens < tokens_max <= context:
             raise InvalidRequest(
@@ -39,9 +48,9 @@ class Scorer:
         self.model = model
         self.page_tokens = page_tokens
         self.tokens_max = tokens_max
-        self.layout = layout_of(model, page_tokens=page_tokens)
+        self.layout = layout_of(model, page_tokens=page_tokens, kv_cache=kv_cache)
         self._pool = DevicePool(self.layout, -(-tokens_max // page_tokens))
-        self._attention = attention_for(self._pool)
+        self._attention = attention_for(self._pool, model.network.dtype)
 
     def whole_pages(self, tokens: int) -> int:
         """The tokens of the full pages among the first `tokens`."""

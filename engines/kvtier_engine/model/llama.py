@@ -42,6 +42,8 @@ class Llama:
         turns = self._turns(batch.positions)
         attended = attention.prepare(batch)
         for number, layer in enumerate(self.weights.layers):
+            if batch.arriving is not None:
+                batch.arriving.hold(number)
             normed = _rms_norm(hidden, layer.input_norm, self.config.norm_eps)
             hidden = hidden + self._attention(number, layer, normed, attended, turns)
             normed = _rms_norm(hidden, layer.mlp_norm, self.config.norm_eps)

@@ -9,7 +9,7 @@ else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -70,6 +70,17 @@ class Weights:
             norm=taken.one("model.norm.weight"),
             head=embedding if config.tied else taken.one("lm_head.weight"),
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all matrices and vectors, a tied head not twice."""
+        parts = [self.embedding, self.norm]
+        parts += [] if self.head is self.embedding else [self.head]
+        for layer in self.layers:
+            parts += [
+                one for field in fields(layer) if (one := getattr(layer, field.name)) is not None
+            ]
+        return sum(part.nbytes for part in parts)
 
 
 def read_safetensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -43,6 +43,7 @@ class ModelRunner:
             offsets=positions % size,
             tables=table[None],
             lengths=torch.tensor([end], device=self._device),
+            arriving=sequence.arriving,
         )
         with torch.inference_mode():
             hidden = self._network.forward(batch, self._attention)

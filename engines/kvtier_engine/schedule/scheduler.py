@@ -127,6 +127,25 @@ class Scheduler:
                 self._pool.free(self._radix.drop(prefix, place))
                 return
 
+    def preempt(self, sequence: Sequence) -> None:
+        """One that computes goes to the front of the queue, with its tokens and without its pages.
+        Raises EngineInconsistent for one that does not.
+        """
+        sequence.fire(Event.PREEMPT)
+        self._changes += 1
+        sequence.drop_pages()
+        sequence.preemptions += 1
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self.counts["preemptions"] += 1
+
+    def evict(self, count: int) -> int:
+        """Gives up to `count` pages of prefixes that nobody uses back to the pool; how many."""
+        evicted = self._radix.evict(count)
+        self._pool.free(evicted)
+        self.counts["evicted_pages"] += len(evicted)
+        return len(evicted)
+
     def are_ours(self, pages: SequenceOf[int], tags: SequenceOf[int]) -> list[bool]:
         """Which of these pages are held, by the allocation that had these tags."""
         ours = [now == tag for now, tag in zip(self._pool.known_tags(pages), tags, strict=True)]
@@ -178,18 +197,9 @@ class Scheduler:
             others_wait = able[-1] is sequence and len(able) < len(self.running)
             if self._pool.occupancy.draining or others_wait:
                 return
-            self._preempt(able[-1])
+            self.preempt(able[-1])
             if able[-1] is sequence:
                 return
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._changes += 1
-        sequence.fire(Event.PREEMPT)
-        sequence.drop_pages()
-        sequence.preemptions += 1
-        self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
-        self.counts["preemptions"] += 1
 
     def _is_blocked(self, head: Sequence) -> bool:
         """Nothing has come back since it was not admitted: its prompt is not looked for again."""
@@ -241,11 +251,8 @@ class Scheduler:
             missing = count - occupancy.free - occupancy.draining
             if missing > 0 and not self._can_evict(missing):
                 return False
-            evicted = self._radix.evict(max(0, missing))
-            if not evicted:
+            if not self.evict(max(0, missing)):
                 return occupancy.free >= count
-            self._pool.free(evicted)
-            self.counts["evicted_pages"] += len(evicted)
 
     def _can_evict(self, count: int) -> bool:
         """Whether so many pages are the tree's alone, and not locked in it."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from kvtier import GetCode
-from kvtier.client.device import DevicePool, LoadResult, PageTable, Transfer
+from kvtier.client.device import DevicePool, LayeredLoad, LoadResult, PageTable
 from kvtier_engine.cache.radix import Lock
 from kvtier_engine.errors import EngineInconsistent
 from kvtier_engine.sampling import Chooser
@@ -28,7 +28,7 @@ class Loading:
 
     __slots__ = ("places", "transfer")
 
-    def __init__(self, places: SequenceOf[int], transfer: Transfer[LoadResult]) -> None:
+    def __init__(self, places: SequenceOf[int], transfer: LayeredLoad) -> None:
         self.places = places
         self.transfer = transfer
 
@@ -64,6 +64,8 @@ class Sequence:
         self.prefill_tokens = 0
         self.lock: Lock | None = None
         self.loading: Loading | None = None
+        #: The load whose layers may still be on their way into this request's pages.
+        self.arriving: LayeredLoad | None = None
         self.found: Counter[str] = Counter()
         self.preemptions = 0
         self._keys: SequenceOf[bytes] | None = None
@@ -109,14 +111,16 @@ class Sequence:
         self.ready = [place < found for place in range(pages)]
         self.computed = set()
         self.extremes = []
+        self.arriving = None
         if not self.preemptions:
             self.found["device"] += found
 
     def take_loaded(self, result: LoadResult) -> None:
-        """Marks what a load brought. A chunk of which a page is missing is computed whole."""
+        """Marks what a load brings. A chunk of which a page is missing is computed whole."""
         loading, self.loading = self.loading, None
         if loading is None:
             raise EngineInconsistent("a load that nobody began", remedy="report this: a defect")
+        self.arriving = loading.transfer
         reasons = result.reasons
         for at in range(0, len(reasons), self.chunk_pages):
             part = slice(at, at + self.chunk_pages)
@@ -149,4 +153,5 @@ class Sequence:
             self.lock.release()
             self.lock = None
         self.ready = []
+        self.arriving = None
         return self.table.release()

@@ -41,6 +41,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--page-tokens", type=_positive, default=64)
     parser.add_argument("--pool-tokens", type=_positive, default=16384, help="KV on the device")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("bf16", "fp8_e4m3"),
+        help="the numbers of the pool: fp8_e4m3 holds twice the tokens (default: those of --dtype)",
+    )
     parser.add_argument("--queue-requests-max", type=_positive, default=256)
     parser.add_argument("--running-requests-max", type=_positive, default=32)
     parser.add_argument(

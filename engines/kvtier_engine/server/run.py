@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import threading
 from pathlib import Path
 
 import torch
@@ -19,9 +18,10 @@ import kvtier
 from kvtier.client.device import DevicePool
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.engine import Engine
+from kvtier_engine.errors import InvalidRequest
 from kvtier_engine.model.load import LoadedModel, load_model
 from kvtier_engine.server.app import App, serving
-from kvtier_engine.settings import EngineSettings, Integrity, layout_of
+from kvtier_engine.settings import EngineSettings, Integrity, KvCacheDtype, layout_of
 from kvtier_engine.smollm2 import MODEL_ID, ensure_model
 
 __all__ = ["close_engine", "run"]
@@ -40,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     model = _model(args.model, getattr(torch, args.dtype), args.device)
     pages = -(-args.pool_tokens // args.page_tokens)
-    pool = DevicePool(layout_of(model, page_tokens=args.page_tokens), pages, args.device)
+    kv_cache = _kv_cache(args.kv_cache_dtype, args.dtype)
+    layout = layout_of(model, page_tokens=args.page_tokens, kv_cache=kv_cache)
+    pool = DevicePool(layout, pages, args.device)
     settings = EngineSettings(
         queue_requests_max=args.queue_requests_max,
         running_requests_max=args.running_requests_max,
@@ -64,14 +66,21 @@ def run(args: argparse.Namespace) -> int:
     return 0 if is_closed else 1
 
 
+def _kv_cache(asked: str | None, dtype: str) -> KvCacheDtype:
+    """Raises InvalidRequest for bfloat16 pages of a network that computes in another dtype."""
+    if asked == "fp8_e4m3":
+        return KvCacheDtype.FP8_E4M3
+    if asked == "bf16" and dtype != "bfloat16":
+        raise InvalidRequest(
+            f"--kv-cache-dtype bf16 with --dtype {dtype}",
+            remedy="leave --kv-cache-dtype out, ask for fp8_e4m3, or add --dtype bfloat16",
+        )
+    return KvCacheDtype.AS_COMPUTED
+
+
 def close_engine(engine: Engine, seconds_max: float) -> bool:
     """False: its thread does not come to an end, and is left alone."""
-    closing = threading.Thread(target=engine.close, name="kvtier-engine-close", daemon=True)
-    closing.start()
-    closing.join(seconds_max)
-    if closing.is_alive():
-        log.error("engine.stuck seconds=%g", seconds_max)
-    return not closing.is_alive()
+    return engine.close(seconds_max)
 
 
 def _model(place: Path | None, dtype: torch.dtype, device: str) -> LoadedModel:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from kvtier.client.device import _needs_torch as _needs_torch  # isort: split
 
 from kvtier.client.device.account import Occupancy
+from kvtier.client.device.arrivals import LayeredLoad
 from kvtier.client.device.errors import PageNotHeld, PoolExhausted, PoolInconsistent
 from kvtier.client.device.form import FP8_COMPUTE, PageForm, fp8_layout
 from kvtier.client.device.outcomes import LoadResult, OffloadResult, Transfer
@@ -30,6 +31,7 @@ __all__ = [
     "FP8_COMPUTE",
     "NO_TAG",
     "DevicePool",
+    "LayeredLoad",
     "LoadResult",
     "NoopTracker",
     "Occupancy",

@@ -15,11 +15,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import torch
 
 from kvtier.client.arguments import GetArguments, PutArguments
+from kvtier.client.device.arrivals import Arrivals
 from kvtier.client.device.outcomes import LoadResult, OffloadResult
 from kvtier.client.device.pool import DevicePool
 from kvtier.client.device.streams import CopyStream, Fence
@@ -69,7 +71,9 @@ class OffloadOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOrder:
-    """`after`: from then on nobody reads what was in the pages before."""
+    """`after`: from then on nobody reads what was in the pages before. With `arrivals` the device
+    gets layer after layer, and they are told when all of it is under way.
+    """
 
     keys: Sequence[bytes]
     ids: Sequence[int]
@@ -77,6 +81,7 @@ class LoadOrder:
     after: Fence
     deadline: Deadline
     options: GetArguments
+    arrivals: Arrivals | None = None
 
 
 class Lane:
@@ -122,7 +127,10 @@ class Lane:
                 return self._load_staged(order)
             if not order.after.wait(order.deadline):
                 return LoadResult.of_all(len(order.ids), GetCode.TIMEOUT)
-            return self._get(order, order.keys, self._pool.rows, order.ids)
+            result = self._get(order, order.keys, self._pool.rows, order.ids)
+            if order.arrivals is not None:
+                order.arrivals.tell(result, ())
+            return result
         finally:
             order.pinned.release_all()
 
@@ -147,16 +155,23 @@ class Lane:
     def _load_staged(self, order: LoadOrder) -> LoadResult:
         result = LoadResult.of_all(0, GetCode.MISS)
         fences: list[Fence] = []
+        parts = self._parts(len(order.ids))
         try:
-            for number, part in enumerate(self._parts(len(order.ids))):
+            for number, part in enumerate(parts):
                 if number >= _HALVES:
                     fences[number - _HALVES].wait()  # what this half held has been copied
                 ids = order.ids[part]
                 got = self._get(order, order.keys[part], self._half(number)[: len(ids)])
                 if not order.after.wait(order.deadline):
                     got = LoadResult.of_all(len(ids), GetCode.TIMEOUT)
-                fences.append(self._write(got, ids, number))
                 result += got
+                if order.arrivals is None or number + 1 < len(parts):
+                    fences.append(self._write(got, ids, number))
+                else:
+                    # Its layers come behind the parts before it, which are on the same stream.
+                    by_layer = self._write_layers(got, ids, number)
+                    fences += by_layer
+                    order.arrivals.tell(result, by_layer)
         finally:
             for fence in fences:
                 fence.wait()
@@ -177,17 +192,30 @@ class Lane:
         touched.
         """
         half, rows = self._half(number), self._pool.rows
-        hits = [
-            (place, page)
-            for place, (page, reason) in enumerate(zip(ids, got.reasons, strict=True))
-            if reason is GetCode.HIT
-        ]
+        hits = _hits(got, ids)
 
         def copy() -> None:
             for place, page in hits:
                 rows[page].copy_(half[place], non_blocking=True)
 
         return self._stream.submit(copy)
+
+    def _write_layers(self, got: LoadResult, ids: Sequence[int], number: int) -> list[Fence]:
+        """As `_write`, one copy a layer; what a page has beside its layers goes with the first."""
+        half, rows, form = self._half(number), self._pool.rows, self._pool.form
+        hits = _hits(got, ids)
+        run = form.scales_offset // (2 * form.layers)
+
+        def copy(layer: int) -> None:
+            starts = (layer * run, (form.layers + layer) * run)
+            spans = [slice(start, start + run) for start in starts]
+            if layer == 0 and form.scales_offset < form.nbytes:
+                spans.insert(0, slice(form.scales_offset, form.nbytes))
+            for place, page in hits:
+                for span in spans:
+                    rows[page, span].copy_(half[place, span], non_blocking=True)
+
+        return [self._stream.submit(partial(copy, layer)) for layer in range(form.layers)]
 
     def _put(
         self,
@@ -229,3 +257,12 @@ class Lane:
 
     def _half(self, number: int) -> torch.Tensor:
         return self._staging[number % _HALVES]
+
+
+def _hits(got: LoadResult, ids: Sequence[int]) -> list[tuple[int, int]]:
+    """(position, page) of each."""
+    return [
+        (place, page)
+        for place, (page, reason) in enumerate(zip(ids, got.reasons, strict=True))
+        if reason is GetCode.HIT
+    ]

@@ -28,10 +28,15 @@ __all__ = ["NO_TAG", "DevicePool", "on_device"]
 
 #: Every tag of the process comes from here, whatever the pool; `next` is one step for the threads.
 _TAGS: Final = itertools.count(1)
+#: Numbers of pools that were given no name: over one connection two of one name would hide each
+#: other in the daemon's status.
+_NAMES: Final = itertools.count(1)
 #: Of a page that was never allocated; the places before and behind the pool have it too.
 NO_TAG: Final = 0
 #: Of (pages, 2, page_tokens, heads, dim): what shares a scale.
 _TOKENS_AND_DIM: Final = (2, 4)
+#: The one e4m3fn code that is no number, but for its sign.
+_NAN_CODE: Final = 0x7F
 
 
 def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -49,15 +54,18 @@ class DevicePool:
     `rows` are the same bytes as uint8 (pages, page bytes): what is put and got. `tags` is int64
     (pages,) on the device. All are zeros at first (scales are 1). Raises
     LayoutError, see PageForm.of.
+
+    `name` is what status and metrics call it; without one it is kv-1, kv-2 and so on in this
+    process. A name of your own has to differ from those of other pools on the connection.
     """
 
     def __init__(
-        self, layout: Layout, pages: int, device: str | torch.device = "cpu", *, name: str = "kv"
+        self, layout: Layout, pages: int, device: str | torch.device = "cpu", *, name: str = ""
     ) -> None:
         if pages < 1:
             raise LayoutError(f"a pool of {pages} pages", remedy="give it at least one page")
         self.layout = layout
-        self.name = name
+        self.name = name or f"kv-{next(_NAMES)}"
         self.form = form = PageForm.of(layout)
         self.device = torch.device(device)
         self.rows = torch.zeros((pages, form.nbytes), dtype=torch.uint8, device=self.device)
@@ -131,6 +139,17 @@ class DevicePool:
         # As bytes: moves of fp8 are not there for every device.
         self.kv[:, :, layer].view(torch.uint8)[places] = codes.view(torch.uint8)
         self.scales(layer)[places] = scales.squeeze(-1).squeeze(2)
+
+    def extremes(self, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Least and greatest of what a page's numbers are made of (of an fp8 pool its scales), on
+        the device: finite if and only if every number of the page is.
+        """
+        if self._scales is None:
+            least, greatest = self.kv[page].aminmax()
+            return least, greatest
+        least, greatest = self._scales[page].aminmax()
+        is_code = (self.kv[page].view(torch.uint8) & _NAN_CODE).amax() < _NAN_CODE
+        return least, torch.where(is_code, greatest, torch.nan)
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages with one reference and a new tag each. Raises PoolExhausted; all or none.

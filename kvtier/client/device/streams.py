@@ -27,6 +27,11 @@ class Fence(Protocol):
     def wait(self, deadline: Deadline | None = None) -> bool:
         """Returns when it is reached; False when the deadline comes first."""
 
+    def hold(self) -> None:
+        """What the calling thread does on the device from now on begins when it is reached. The
+        host does not wait, but for a device that is the host.
+        """
+
 
 class CopyStream(Protocol):
     @property
@@ -75,11 +80,15 @@ class _Reached:
     def wait(self, deadline: Deadline | None = None) -> bool:
         return True
 
+    def hold(self) -> None:
+        return
+
 
 class _CudaFence:
     """An event at the present end of a stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
@@ -92,6 +101,9 @@ class _CudaFence:
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S_MAX)
         return True
+
+    def hold(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 def stream_for(device: torch.device) -> CopyStream:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvtier.client.aio import DEADLINE_S
 from kvtier.client.arguments import GetArguments, PutArguments
+from kvtier.client.device.arrivals import Arrivals, LayeredLoad
 from kvtier.client.device.moving import Lane, LoadOrder, OffloadOrder, Pinned
 from kvtier.client.device.outcomes import LoadResult, OffloadResult, Transfer
 from kvtier.client.device.pool import DevicePool
@@ -135,10 +136,12 @@ class PageTransfer:
             pinned=Pinned(self.pool, ids),
         )
         queue = self._offloads
-        return queue.start(
-            lambda: queue.lane.offload(order),
-            order.pinned,
-            lambda code: OffloadResult.of_all(len(order.ids), PutCode[code.name]),
+
+        def all_came_to(code: GetCode) -> OffloadResult:
+            return OffloadResult.of_all(len(order.ids), PutCode[code.name])
+
+        return Transfer(
+            queue.start(lambda: queue.lane.offload(order), order.pinned, all_came_to), all_came_to
         )
 
     def start_load(
@@ -147,20 +150,45 @@ class PageTransfer:
         """Begins a load. Do not use the pages before it is done; freeing them is fine. Raises as
         `start_offload`.
         """
+        order, all_came_to = self._load_order(keys, ids, options, None)
+        queue = self._loads
+        return Transfer(
+            queue.start(lambda: queue.lane.load(order), order.pinned, all_came_to), all_came_to
+        )
+
+    def start_layered_load(
+        self, keys: Sequence[bytes], ids: Sequence[int], **options: Unpack[GetArguments]
+    ) -> LayeredLoad:
+        """As `start_load`, and the pages may be used layer by layer before it is done, see
+        LayeredLoad. With more pages than half of the staging memory holds, the last of them only
+        are still on their way then.
+        """
+        arrivals = Arrivals()
+        order, all_came_to = self._load_order(keys, ids, options, arrivals)
+        queue = self._loads
+        return LayeredLoad(
+            queue.start(lambda: queue.lane.load(order), order.pinned, all_came_to),
+            all_came_to,
+            arrivals,
+        )
+
+    def _load_order(
+        self,
+        keys: Sequence[bytes],
+        ids: Sequence[int],
+        options: GetArguments,
+        arrivals: Arrivals | None,
+    ) -> tuple[LoadOrder, Callable[[GetCode], LoadResult]]:
         order = LoadOrder(
             deadline=self._begun(keys, ids, options.get("deadline")),
             keys=checked_keys(keys),
             ids=tuple(ids),
             after=self._loads.lane.mark(),
             options=options,
+            arrivals=arrivals,
             pinned=Pinned(self.pool, ids),
         )
-        queue = self._loads
-        return queue.start(
-            lambda: queue.lane.load(order),
-            order.pinned,
-            lambda code: LoadResult.of_all(len(order.ids), code),
-        )
+        return order, lambda code: LoadResult.of_all(len(order.ids), code)
 
     def close(self) -> None:
         """Drops what has not begun (its pages come to UNAVAILABLE) and waits for what has, which
@@ -202,10 +230,10 @@ class _Queue:
 
     def start(
         self, work: Callable[[], R], pinned: Pinned, all_came_to: Callable[[GetCode], R]
-    ) -> Transfer[R]:
+    ) -> Future[R]:
         """Runs `work` when those before it are done; BUSY where there is no room to wait."""
         try:
-            return Transfer(self._queued(work, pinned, all_came_to), all_came_to)
+            return self._queued(work, pinned, all_came_to)
         except BaseException:
             pinned.release_all()
             raise

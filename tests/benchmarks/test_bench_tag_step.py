@@ -1,0 +1,49 @@
+"""The statistics of steps made in pairs, and the step that they are of."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks import tag_step
+from benchmarks.rows import Reached
+
+
+def pairs(count: int, longer_by: float, spread: float, seed: int) -> list[tuple[float, float]]:
+    draw = random.Random(seed)
+    made = []
+    for _ in range(count):
+        step = 0.1 * (1 + spread * draw.random())
+        made.append((step * (1 + longer_by + spread * draw.gauss(0, 1) / 10), step))
+    return made
+
+
+def test_a_difference_larger_than_the_noise_is_found() -> None:
+    mean, low, high = tag_step.longer(pairs(60, 0.05, 0.1, seed=2))
+    assert low < 5.0 < high
+    assert low > 3.0
+    assert mean == pytest.approx((low + high) / 2)
+
+
+def test_no_difference_is_within_the_bound() -> None:
+    inside = sum(
+        low < 0 < high
+        for low, high in (tag_step.longer(pairs(60, 0.0, 0.1, seed=n))[1:] for n in range(100))
+    )
+    assert 88 <= inside <= 100
+
+
+def test_the_bound_of_a_percentile_holds_what_was_seen() -> None:
+    found, low, high = tag_step.later(pairs(60, 0.05, 0.05, seed=3), seed=1)
+    assert low <= found <= high
+    assert low < 5.0 < high
+    assert tag_step.later(pairs(60, 0.05, 0.05, seed=3), seed=1) == (found, low, high)
+
+
+def test_a_row_says_whether_the_mean_is_within_the_target() -> None:
+    rows = [
+        tag_step.bounded("tags/x", "x", (mean, mean - 1, mean + 1), 0.5, 30)
+        for mean in (0.4, 0.5, 0.6)
+    ]
+    assert [row.reached for row in rows] == [Reached.YES, Reached.YES, Reached.NO]
