@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import uuid
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from kvtier_engine.chat.client import Asking, ChatServer
 from kvtier_engine.chat.conversation import Conversation
@@ -65,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _typed() -> Iterator[str]:
     """What a person types, until Ctrl-D."""
+    if find_spec("readline") is not None:
+        importlib.import_module("readline")  # lets `input` edit lines, and recall them
     try:
         while True:
             yield input("> ")
