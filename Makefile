@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import kvtier; kvtier.warm_up()'
 	@touch $@
 
-demo: $(STAMP) ## prefill in one process, decode in another, over a real daemon and a real model
+demo: $(STAMP) ## one chat over four engines and two crashes, with a real daemon and a real model
 	@$(ONE) $(BIN)/kvtier demo
 
 # Compiled code is kept even where the environment says not to: each worker, and each process that a

@@ -47,7 +47,8 @@ def test_metadata_names_the_commands_and_the_licence(wheel: Path) -> None:
         metadata = archive.read(f"{info}/METADATA").decode()
         licence = archive.read(f"{info}/licenses/LICENSE").decode()
     assert "kvtier = kvtier.cli:main" in points
-    assert "[kvtier.commands]\ndemo = " in points
+    commands = points.partition("[kvtier.commands]\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.partition(" = ")[0] for line in commands] == ["chat", "demo", "engine"]
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.11" in metadata
     assert "Apache License" in licence

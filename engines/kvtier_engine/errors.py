@@ -21,7 +21,7 @@ __all__ = [
     "require_extra",
 ]
 
-_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "jinja2", "h11")
+_EXTRA = ("torch", "safetensors", "tokenizers", "gguf", "jinja2", "starlette", "uvicorn")
 
 
 class ModelUnusable(KvtierError):

@@ -17,10 +17,14 @@ from kvtier_engine import errors, smollm2
 from kvtier_engine.demo import command, report
 from kvtier_engine.demo.damage import flip_payload_byte, flip_stored_byte
 from kvtier_engine.demo.job import Job, ask
+from kvtier_engine.demo.talk import findable
 from kvtier_engine.errors import DemoFailed
 from tests.engine.tiny_gguf import gguf_of, tiny_model
 
-JOB = Job(url="unix:///nowhere", daemon_pid=0, model_dir="missing", revision="r", tokens=4)
+JOB = Job(url="unix:///nowhere", daemon_pid=0, model_dir="missing", tokens=4)
+
+#: How many there are.
+CLAIMS = 11
 
 
 @pytest.fixture(scope="module")
@@ -52,67 +56,93 @@ def sample() -> dict:
 @pytest.mark.timeout(150)
 def test_every_claim_holds(outcome: dict, sample: dict) -> None:
     assert outcome.keys() == sample.keys()
-    assert outcome["decode"].keys() == sample["decode"].keys()
+    for part in fields(report.Results):
+        assert outcome[part.name].keys() == sample[part.name].keys()
     assert {claim["text"]: claim["holds"] for claim in outcome["claims"]} == {
         claim["text"]: True for claim in outcome["claims"]
     }
-    assert len(outcome["claims"]) == 10
+    assert len(outcome["claims"]) == CLAIMS
     assert outcome["ok"] is True
 
 
 @pytest.mark.soak
-def test_only_the_damaged_page_is_lost(outcome: dict) -> None:
-    pages, damaged = outcome["decode"]["pages"], outcome["decode"]["damaged"]
-    assert damaged["reasons"] == {"HIT": pages - 1, "CORRUPT": 1}
-    assert damaged["hits"] == damaged["page"] == pages - 3
+@pytest.mark.parametrize(("process", "tier"), [("went_on", "host"), ("flipped", "nvme")])
+def test_only_the_damaged_page_is_lost(outcome: dict, process: str, tier: str) -> None:
+    turn = outcome[process]
+    turn = turn.get("damaged", turn)
+    assert turn["loads"]["corrupt"] == 1
+    assert turn["loads"]["hit"] == turn["cached"][tier] // 64 == turn["expected_tokens"] // 64 - 1
 
 
 @pytest.mark.parametrize(
-    ("process", "path", "value", "claim"),
+    ("path", "value", "claim"),
     [
-        ("prefill", ["fp8_stored"], 1, "stored"),
-        ("decode", ["raw", "hits"], 1, "another process"),
-        ("decode", ["raw", "tiers"], {"NVME": 3}, "another process"),
-        ("decode", ["raw", "tokens_same"], 3, "same tokens"),
-        ("decode", ["raw", "logits_same_bits"], False, "same tokens"),
-        ("decode", ["raw", "first_token_seconds"], 1e9, "sooner"),
-        ("decode", ["fp8", "bytes"], 10**12, "half the bytes"),
-        ("decode", ["fp8", "hits_without_lossy_ok"], 1, "half the bytes"),
-        ("decode", ["damaged", "page_reason"], "HIT", "flipped byte"),
-        ("decode", ["damaged", "tokens_same"], 3, "flipped byte"),
-        ("decode", ["hits_after"], 0, "put again"),
-        ("decode", ["damaged", "durable"], 0, "durable"),
-        ("crashed", ["tiers"], {"HOST": 3}, "SIGKILL"),
-        ("crashed", ["hits"], 1, "SIGKILL"),
-        ("crashed", ["logits_same_bits"], False, "SIGKILL"),
-        ("flipped", ["reasons"], {"HIT": 3}, "flipped on disk"),
-        ("flipped", ["tokens_same"], 3, "flipped on disk"),
+        ("begun.device.cached.host", 64, "own device pages"),
+        ("begun.device.numbers_same_bits", False, "own device pages"),
+        ("begun.pages_stored", 1, "full page of its prompt was stored"),
+        ("went_on.host.cached.host", 64, "from host memory"),
+        ("went_on.host.cached.nvme", 64, "from host memory"),
+        ("went_on.host.tokens_same", 3, "bit for bit"),
+        ("went_on.host.numbers_same_bits", False, "bit for bit"),
+        ("went_on.host.first_token_seconds", 1e9, "sooner"),
+        ("went_on.damaged.loads.corrupt", 0, "flipped in memory"),
+        ("went_on.damaged.numbers_same_bits", False, "flipped in memory"),
+        ("went_on.damaged.host_after_storing_it_again", 0, "stored again"),
+        ("went_on.fp8.page_bytes", 10**12, "half the bytes"),
+        ("went_on.fp8.hits", 1, "half the bytes"),
+        ("went_on.fp8.hits_without_lossy_ok", 1, "half the bytes"),
+        ("went_on.fp8.durable", 0, "durable"),
+        ("revived.cached.nvme", 0, "SIGKILL"),
+        ("revived.numbers_same_bits", False, "SIGKILL"),
+        ("flipped.loads.corrupt", 2, "flipped on disk"),
+        ("flipped.tokens_same", 3, "flipped on disk"),
     ],
 )
 def test_a_claim_that_does_not_hold_is_said(
-    sample: dict, process: str, path: list[str], value: object, claim: str
+    sample: dict, path: str, value: object, claim: str
 ) -> None:
-    results = {part.name: sample[part.name] for part in fields(report.Results)}
-    place = results[process]
-    if path == ["hits_after"]:
-        place, path = place["damaged"], ["hits_after_putting_it_again"]
-    for name in path[:-1]:
+    place = sample
+    *names, last = path.split(".")
+    for name in names:
         place = place[name]
-    place[path[-1]] = value
-    found = report.claims(report.Results(**results))
+    assert place[last] != value
+    place[last] = value
+    results = results_of(sample)
+    found = report.claims(results)
     assert [claim in item.text for item in found if not item.holds] == [True]
-    text = report.as_text(report.Results(**results), found, 1.0)
-    assert "9 of 10 claims hold" in text
+    text = report.as_text(results, found, 1.0)
+    assert f"{CLAIMS - 1} of {CLAIMS} claims hold" in text
     assert text.count("FAIL") == 1
 
 
 def test_the_report_is_readable(sample: dict) -> None:
-    results = report.Results(**{part.name: sample[part.name] for part in fields(report.Results)})
-    found = report.claims(results)
-    text = report.as_text(results, found, 1.0)
+    results = results_of(sample)
+    text = report.as_text(results, report.claims(results), 1.0)
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 120
-    assert "10 of 10 claims hold" in text
+    assert f"{CLAIMS} of {CLAIMS} claims hold" in text
+    assert [line[0] for line in text.splitlines() if " ms" in line] == [*"AABBCD"]
+
+
+def results_of(outcome: dict) -> report.Results:
+    return report.Results(**{part.name: outcome[part.name] for part in fields(report.Results)})
+
+
+@pytest.mark.parametrize(
+    ("stored", "prompt", "tokens"),
+    [
+        (200, 300, 192),
+        (192, 300, 192),
+        (200, 192, 128),
+        (0, 300, 0),
+    ],
+)
+def test_what_can_be_found_is_whole_pages_without_the_last_token(
+    stored: int, prompt: int, tokens: int
+) -> None:
+    assert findable(range(stored), range(prompt)) == tokens
+    changed = [*range(130), -1, *range(131, 300)]
+    assert findable(range(200), changed) == 128
 
 
 def parser() -> argparse.ArgumentParser:
@@ -144,9 +174,10 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_fails_is_quoted() -> None:
     with pytest.raises(
-        DemoFailed, match=r"process ended with 1:\nModelUnusable: missing holds no model"
+        DemoFailed,
+        match=r"process ended with 1:\nModelUnusable: missing/config.json cannot be read",
     ):
-        ask("prefill", JOB)
+        ask("begin", JOB)
 
 
 def test_a_flip_changes_one_byte_of_one_record(tmp_path: Path) -> None:

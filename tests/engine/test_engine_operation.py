@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -49,6 +51,33 @@ def test_over_the_bound_it_is_429_with_retry_after() -> None:
                 assert content["error"]["code"] == "queue_full"
         assert "\nkvtier_engine_requests_refused_total 2\n" in served.call("GET", "/metrics")[1]
         assert served.post("/v1/completions", prompt="abc")[0] == 200
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 4096, reason="few descriptors")
+def test_a_thousand_clients_at_once_are_all_answered() -> None:
+    ask = post_of("/v1/completions", prompt="abc", max_tokens=2, ignore_eos=True)
+    ask = ask.replace(b"host: x", b"host: x\r\nconnection: close")
+
+    async def answer(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ask)
+        said = await reader.read()
+        writer.close()
+        return said
+
+    async def answers(port: int) -> list[bytes]:
+        return await asyncio.gather(*(answer(port) for _ in range(1000)))
+
+    engine = engine_of(tiny_model(), queue_requests_max=20, running_requests_max=4)
+    for served in serve(engine):
+        said = asyncio.run(answers(served.port))
+        done = [one for one in said if one.startswith(b"HTTP/1.1 200 ")]
+        refused = [one for one in said if one.startswith(b"HTTP/1.1 429 ")]
+        assert len(done) + len(refused) == 1000
+        assert len(done) >= 20
+        assert all(b"\r\nretry-after: 1\r\n" in one for one in refused)
+        assert served.call("GET", "/health")[0] == 200
+        until(lambda: not engine.has_work)
 
 
 def test_one_long_text_stops_nobody() -> None:

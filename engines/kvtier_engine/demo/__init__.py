@@ -1,1 +1,1 @@
-"""`kvtier demo`: prefill in one process, decode in another, a real daemon between them."""
+"""`kvtier demo`: one chat over several engines, a real daemon and a real model between them."""

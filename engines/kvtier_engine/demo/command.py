@@ -15,9 +15,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Adds the parser; called by the `kvtier` command through the entry point kvtier.commands."""
     parser = subparsers.add_parser(
         "demo",
-        help="prefill in one process, decode in another, and check what comes back",
-        description="Starts a daemon, prefills a prompt in one process, decodes from its pages in"
-        " another, and checks each claim; ends with 1 if one does not hold.",
+        help="one chat over several engines, killed daemons and damaged pages, and check it",
+        description="Starts a daemon, begins a chat in one engine and goes on with it in others:"
+        " from its memory, and from NVMe after SIGKILL. Checks each claim; ends with 1 if one does"
+        " not hold.",
     )
     parser.add_argument(
         "--model-dir",
@@ -26,7 +27,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="where the converted model is kept (default: in the user's cache directory)",
     )
     parser.add_argument(
-        "--tokens", type=_count, default=32, metavar="N", help="tokens to generate (default 32)"
+        "--tokens",
+        type=_count,
+        default=32,
+        metavar="N",
+        help="tokens to generate a turn (default 32)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
@@ -35,7 +40,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """0 when every claim holds, else 1. Raises KvtierError when they cannot be shown."""
     require_extra()
-    # Loads torch and transformers, which nobody who asks for another command should wait for.
+    # Loads torch, which nobody who asks for another command should wait for.
     demo = importlib.import_module("kvtier_engine.demo.run")
     return int(demo.run(model_dir=args.model_dir, tokens=args.tokens, as_json=args.json))
 

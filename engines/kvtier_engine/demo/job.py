@@ -16,28 +16,41 @@ from typing import Any
 from kvtier.errors import KvtierError
 from kvtier_engine.errors import DemoFailed
 
-__all__ = ["PAGE_TOKENS", "Job", "answer", "ask"]
+__all__ = ["PAGE_TOKENS", "QUESTIONS", "Job", "answer", "ask"]
 
 PAGE_TOKENS = 64
-QUESTION = "Summarise these notes."
+#: One a turn.
+QUESTIONS = (
+    "Summarise these notes.",
+    "Where does the station stand?",
+    "What does the helicopter bring?",
+    "Why is the book written with a pencil?",
+)
 #: A child loads a model and computes for some seconds; past this it hangs.
 CHILD_SECONDS_MAX = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Where the daemon and the model are, and how much to generate."""
+    """Where the daemon and the model are, how much to generate, and what was said until now: pairs
+    of role and text.
+    """
 
     url: str
     daemon_pid: int
     model_dir: str
-    revision: str
     tokens: int
+    messages: tuple[tuple[str, str], ...] = ()
 
-    def prompt(self) -> tuple[str, str]:
-        """The text and the question about it."""
-        text = (Path(__file__).parent / "prompt.txt").read_text(encoding="utf-8")
-        return text, QUESTION
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        read = json.loads(text)
+        messages = tuple((role, said) for role, said in read.pop("messages"))
+        return cls(**read, messages=messages)
+
+    def text(self) -> str:
+        """What the chat is about."""
+        return (Path(__file__).parent / "prompt.txt").read_text(encoding="utf-8")
 
 
 def ask(module: str, job: Job) -> dict[str, Any]:
@@ -64,7 +77,7 @@ def ask(module: str, job: Job) -> dict[str, Any]:
 def answer(work: Callable[[Job], dict[str, Any]]) -> int:
     """The main function of a child: does the job in argv, prints the result; the exit code."""
     try:
-        result = work(Job(**json.loads(sys.argv[1])))
+        result = work(Job.from_json(sys.argv[1]))
     except KvtierError as error:
         print(f"{type(error).__name__}: {error}\n{error.remedy}", file=sys.stderr)
         return 1

@@ -1,29 +1,26 @@
-"""The process that comes after a crash: answers the prompt from what the NVMe tier kept."""
+"""The engine that comes after a crash of the daemon: goes on from what the NVMe tier kept."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
-from transformers import DynamicCache
-
-from kvtier_engine.causal_lm import CausalLM
-from kvtier_engine.demo.decode import Decoder, compared
-from kvtier_engine.demo.job import PAGE_TOKENS, Job, answer
-from kvtier_engine.demo.store import Store
+from kvtier_engine.demo.job import PAGE_TOKENS, QUESTIONS, Job, answer
+from kvtier_engine.demo.talk import Talker, findable
 
 
 def work(job: Job) -> dict[str, Any]:
-    lm = CausalLM.load(Path(job.model_dir))
-    ids = lm.chat_ids(*job.prompt())
-    lm.prefill(
-        ids[: PAGE_TOKENS + 1], DynamicCache(), page_tokens=PAGE_TOKENS
-    )  # warm the libraries
-    with Store.connect(job, lm) as store:
-        decoder = Decoder(lm=lm, ids=ids, store=store, tokens=job.tokens)
-        reference = decoder.recompute()
-        return compared(decoder.resume(packed=False), reference)
+    messages = [*job.messages, ("user", QUESTIONS[3])]
+    with Talker(job) as talker:
+        before, ids = talker.ids(job.messages[:-1]), talker.ids(messages)
+        reference = talker.cold(ids)
+        expected = findable(before, ids)
+        with talker.speaker(below=True) as speaker:
+            told = talker.told(speaker.answer(ids), reference, expected)
+            loads = speaker.load_counts()
+            assert speaker.tiers is not None, "made with them"
+            keys = speaker.tiers.keys(ids)[: expected // PAGE_TOKENS]
+    return {**told, "loads": loads, "keys": [key.hex() for key in keys]}
 
 
 if __name__ == "__main__":

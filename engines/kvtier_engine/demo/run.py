@@ -1,10 +1,11 @@
-"""The demo from end to end: model, daemon, prefill and decode processes, two crashes, report."""
+"""The demo from end to end: model, daemon, one chat over four engines, two crashes, report."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import kvtier
@@ -26,28 +27,29 @@ def run(*, model_dir: Path | None, tokens: int, as_json: bool) -> int:
     kvtier.warm_up()
     with running_daemon() as daemon:
         job = Job(
-            url=daemon.url,
-            daemon_pid=daemon.pid,
-            model_dir=str(model.directory),
-            revision=model.revision,
-            tokens=tokens,
+            url=daemon.url, daemon_pid=daemon.pid, model_dir=str(model.directory), tokens=tokens
         )
-        _note("prefill process: computes the prompt, puts its pages, ends")
-        prefill = ask("prefill", job)
-        _note("decode process: answers without the cache, from raw, fp8 and damaged pages")
-        decode = ask("decode", job)
-        _note("daemon: SIGKILL, and started again; a new process answers from NVMe")
+        _note("engine A: computes the first turn, goes on from its own pages, stores them, ends")
+        begun = ask("begin", job)
+        _note("engine B, another process: goes on from host memory; damaged and fp8 pages")
+        job = replace(job, messages=begun["messages"])
+        went_on = ask("go_on", job)
+        _note("daemon: SIGKILL, and started again; engine C goes on from NVMe")
         daemon.kill()
         daemon.start()
-        crashed = ask("revive", job)
-        _note("daemon: SIGKILL, one byte of a segment file flipped, started again")
+        job = replace(job, messages=went_on["messages"])
+        revived = ask("revive", job)
+        _note("daemon: SIGKILL, one byte of a segment file flipped, started again; engine D")
         daemon.kill()
-        victim = decode["damaged"]["page"]
-        key = bytes.fromhex(decode["keys"][victim])
-        flip_stored_byte(daemon.nvme_directory, key, at=prefill["page_bytes"] // 2)
+        victim = len(revived["keys"]) // 2
+        flip_stored_byte(
+            daemon.nvme_directory,
+            bytes.fromhex(revived["keys"][victim]),
+            at=went_on["fp8"]["raw_page_bytes"] // 2,
+        )
         daemon.start()
         flipped = ask("revive", job) | {"page": victim}
-    results = report.Results(prefill=prefill, decode=decode, crashed=crashed, flipped=flipped)
+    results = report.Results(begun=begun, went_on=went_on, revived=revived, flipped=flipped)
     found = report.claims(results)
     seconds = time.monotonic() - started
     if as_json:

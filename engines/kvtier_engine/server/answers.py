@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.responses import Response
+
 from kvtier.errors import KvtierError
 from kvtier_engine.errors import EngineClosed, InvalidRequest, KvTagMismatch, QueueFull
 from kvtier_engine.model.tokens import Tokenizer
 from kvtier_engine.schedule.request import Completion, Delta, TokenLogprob
 from kvtier_engine.server.errors import ArgumentInvalid, ContextExceeded, UnknownModel
-from kvtier_engine.server.http import RETRY_SECONDS, Answer, error_content
+from kvtier_engine.server.http import RETRY_SECONDS, error_content, json_response
 
-__all__ = ["DONE", "Wording", "error_answer", "error_event", "usage_of"]
+__all__ = ["DONE", "Wording", "error_event", "error_response", "usage_of"]
 
 DONE = "[DONE]"
 #: Error -> (status, OpenAI's type, code).
@@ -128,17 +130,22 @@ def usage_of(done: Completion) -> dict[str, Any]:
     }
 
 
-def error_answer(error: KvtierError) -> Answer:
-    status, kind, code = _ERRORS.get(type(error), (500, "server_error", "request_failed"))
+def error_response(error: KvtierError) -> Response:
+    status, content = _error(error)
     headers = {"retry-after": str(RETRY_SECONDS)} if status in (429, 503) else {}
-    param = error.param if isinstance(error, ArgumentInvalid | ContextExceeded) else None
-    content = error_content(f"{error}; {error.remedy}", kind, code, param)
-    return Answer(status=status, content=content, headers=headers)
+    return json_response(content, status, headers)
 
 
 def error_event(error: KvtierError) -> str:
     """An error in the middle of a stream, whose status has been sent long since."""
-    return json.dumps(error_answer(error).content)
+    return json.dumps(_error(error)[1])
+
+
+def _error(error: KvtierError) -> tuple[int, dict[str, object]]:
+    """Status and body."""
+    status, kind, code = _ERRORS.get(type(error), (500, "server_error", "request_failed"))
+    param = error.param if isinstance(error, ArgumentInvalid | ContextExceeded) else None
+    return status, error_content(f"{error}; {error.remedy}", kind, code, param)
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:

@@ -15,22 +15,35 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
 from kvtier.errors import KvtierError
 from kvtier_engine.engine import Engine
 from kvtier_engine.errors import EngineClosed, QueueFull
 from kvtier_engine.schedule.request import Delta
-from kvtier_engine.server.answers import DONE, Wording, error_answer, error_event
+from kvtier_engine.server.answers import DONE, Wording, error_event, error_response
 from kvtier_engine.server.bodies import Asked, Bodies
-from kvtier_engine.server.http import Answer, HttpRequest, Stream, error_content
+from kvtier_engine.server.body import BodyReader, Held
+from kvtier_engine.server.http import (
+    Refusal,
+    Refused,
+    Stream,
+    error_content,
+    json_response,
+    unless_gone,
+)
 from kvtier_engine.server.limits import Limits
-from kvtier_engine.server.listener import Listener
+from kvtier_engine.server.listening import listening
 from kvtier_engine.server.metrics import metrics_text
 from kvtier_engine.server.pulse import Pulse
 from kvtier_engine.server.told import Told
 
-__all__ = ["App", "serving"]
+__all__ = ["App", "application", "serving"]
 
-_CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 #: A tokenizer computes without the interpreter's lock; more threads than these starve the engine.
 _ENCODING_THREADS = 2
 
@@ -52,6 +65,7 @@ class App:
         )
         self._encoder = ThreadPoolExecutor(_ENCODING_THREADS, thread_name_prefix="kvtier-encode")
         self._encodings = 0
+        self._reader = BodyReader(self.limits)
         self._pulse = Pulse(engine, self.limits.stall_seconds_max)
         self._told: set[Told] = set()
         self._counts = Counter(
@@ -60,23 +74,17 @@ class App:
         self._started = _now()
         self._end: EngineClosed | None = None
 
-    async def handle(self, request: HttpRequest) -> Answer | Stream:
+    @property
+    def asgi(self) -> Starlette:
         """Answers every request; what is wrong with it is in the answer."""
-        method = "GET" if request.method == "HEAD" else request.method
-        reading = {_CHAT: self._bodies.chat, _COMPLETION: self._bodies.completion}.get(request.path)
-        answer = self._get(request.path)
-        if reading is None and answer is None:
-            return _refused(404, f"no {request.method} {request.path}")
-        if reading is not None and method == "POST":
-            try:
-                asked = await self._read(reading, request.body)
-                return await self._serve(asked, is_chat=request.path == _CHAT)
-            except KvtierError as error:
-                return error_answer(error)
-        if answer is not None and method == "GET":
-            return answer
-        allowed = "POST" if answer is None else "GET, HEAD"
-        return _refused(405, f"no {request.method} {request.path}", allow=allowed)
+        return application(
+            Route("/v1/completions", self._completion, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+        )
 
     async def watch(self) -> None:
         """Looks after the engine, until it is cancelled."""
@@ -92,28 +100,57 @@ class App:
         """Waits for the bodies that are read now; each is bounded."""
         await asyncio.to_thread(self._encoder.shutdown, cancel_futures=True)
 
-    def _get(self, path: str) -> Answer | None:
-        """None for what is not there to get."""
-        if path == "/health":
-            return self._health()
-        if path == "/metrics":
-            age = round(self._pulse.look(), 3)
-            stats = self._engine.stats()
-            refused = stats["requests_refused"] + self._counts["requests_refused"]
-            counts = {**self._counts, "requests_refused": refused, "step_age_seconds": age}
-            return Answer(content=metrics_text(stats | counts))
-        model = {"id": self.name, "object": "model", "created": self._started, "owned_by": "kvtier"}
-        if path == "/v1/models":
-            return Answer(content={"object": "list", "data": [model]})
-        return Answer(content=model) if path == f"/v1/models/{self.name}" else None
+    async def _models(self, _: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model]})
 
-    def _health(self) -> Answer:
+    async def _one_model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.name:
+            raise HTTPException(404)
+        return json_response(self._model)
+
+    @property
+    def _model(self) -> dict[str, object]:
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "kvtier",
+        }
+
+    async def _metrics(self, _: Request) -> Response:
+        age = round(self._pulse.look(), 3)
+        stats = self._engine.stats()
+        refused = stats["requests_refused"] + self._counts["requests_refused"]
+        counts = {**self._counts, "requests_refused": refused, "step_age_seconds": age}
+        return PlainTextResponse(metrics_text(stats | counts))
+
+    async def _health(self, _: Request) -> Response:
         status = "ok"
         if self._end is not None or self._engine.is_closed:
             status = "closed"
         elif self._pulse.is_stalled:
             status = "stalled"
-        return Answer(status=200 if status == "ok" else 503, content={"status": status})
+        return json_response({"status": status}, 200 if status == "ok" else 503)
+
+    async def _completion(self, request: Request) -> Response:
+        return await self._post(request, self._bodies.completion, is_chat=False)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._post(request, self._bodies.chat, is_chat=True)
+
+    async def _post(
+        self, request: Request, reading: Callable[[bytes], Asked], *, is_chat: bool
+    ) -> Response:
+        try:
+            async with self._reader.hold(request) as held:
+                asked = await unless_gone(request, self._read(reading, bytes(held.body)))
+                return await self._serve(request, asked, held, is_chat=is_chat)
+        except KvtierError as error:
+            return error_response(error)
+        except Refused as error:
+            return Refusal(error, self.limits)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody is there to read it
 
     async def _read(self, reading: Callable[[bytes], Asked], body: bytes) -> Asked:
         """In another thread: an event loop that makes tokens answers nobody. Raises KvtierError."""
@@ -138,8 +175,10 @@ class App:
         if self._end is not None:
             raise self._end
 
-    async def _serve(self, asked: Asked, *, is_chat: bool) -> Answer | Stream:
-        """Raises KvtierError while nothing has been sent."""
+    async def _serve(
+        self, request: Request, asked: Asked, held: Held, *, is_chat: bool
+    ) -> Response:
+        """Raises KvtierError while nothing has been sent, ClientDisconnect."""
         self._check_open()
         wording = Wording(
             is_chat=is_chat,
@@ -155,11 +194,13 @@ class App:
         def ended() -> None:
             self._told.discard(told)
             self._engine.cancel(handle)
+            held.give_back()
 
         if asked.is_stream:
-            return Stream(events=_events(asked, wording, told), ended=ended)
+            held.is_kept = True
+            return Stream(_events(asked, wording, told), ended)
         try:
-            return Answer(content=wording.whole(await told.end()))
+            return json_response(wording.whole(await unless_gone(request, told.end())))
         finally:
             ended()
 
@@ -179,29 +220,47 @@ async def _events(asked: Asked, wording: Wording, told: Told) -> AsyncGenerator[
     yield DONE
 
 
+def application(*routes: Route) -> Starlette:
+    """These routes, with every error in OpenAI's shape. A defect is 500 without details, and is
+    logged by uvicorn.
+    """
+    handlers = {HTTPException: _not_routed, Exception: _broken}
+    made = Starlette(routes=routes, exception_handlers=handlers)
+    made.router.redirect_slashes = False
+    return made
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for these alone"
+    is_known = error.status_code == 405
+    content = error_content(
+        f"no {request.method} {request.url.path}",
+        "invalid_request_error",
+        "method_not_allowed" if is_known else "not_found",
+    )
+    allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
+    headers = {"allow": ", ".join(allowed)} if is_known else {}
+    return json_response(content, error.status_code, headers)
+
+
+async def _broken(_: Request, error: Exception) -> Response:
+    refused = Refused(500, "internal_error", "the server failed; its log says why")
+    return json_response(refused.content, refused.status, refused.headers)
+
+
 @contextlib.asynccontextmanager
 async def serving(app: App, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
     """Serves on host:port (0: any free one), and says where. At the end nobody is let in, those
     who wait are told so and given their time, and nothing is left. Raises OSError.
     """
-    listener = Listener(app.handle, app.limits)
-    address = await listener.start(host, port)
     watching = asyncio.ensure_future(app.watch())
     try:
-        yield address
+        async with listening(app.asgi, app.limits, host, port, ending=app.end) as address:
+            yield address
     finally:
-        listener.stop_accepting()
-        app.end()
-        await listener.close()
         watching.cancel()
         await asyncio.wait({watching})
         await app.close()
-
-
-def _refused(status: int, message: str, *, allow: str = "") -> Answer:
-    code = "method_not_allowed" if allow else "not_found"
-    content = error_content(message, "invalid_request_error", code)
-    return Answer(status=status, content=content, headers={"allow": allow} if allow else {})
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -1,0 +1,83 @@
+"""The subcommand `kvtier chat`. Needs no extra: the model is elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import uuid
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from kvtier_engine.chat.client import Asking, ChatServer
+from kvtier_engine.chat.conversation import Conversation
+
+__all__ = ["register"]
+
+_CONNECT_SECONDS_MAX = 5.0
+_EXIT_FAILED = 1
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the parser; called by the `kvtier` command through the entry point kvtier.commands."""
+    parser = subparsers.add_parser(
+        "chat",
+        help="talk to a model that `kvtier engine` serves",
+        description="Each line is said to the model; its answer is shown as it comes, then how"
+        " many tokens of the prompt came from which tier. /reset forgets what was said, /quit or"
+        " the end of the input ends, Ctrl-C stops an answer. Works through a pipe as well; then"
+        " it ends with 1 if an answer failed.",
+    )
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the server (default %(default)s)"
+    )
+    parser.add_argument("--model", default="", help="which of its models (default: the first)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="default %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=256, help="a turn (default %(default)s)")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="how long the server may say nothing (default 120)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0, or 1 when an answer failed and nobody was there to see it. Raises KvtierError when there
+    is no server to talk to.
+    """
+    server = ChatServer(
+        args.url, connect_seconds_max=_CONNECT_SECONDS_MAX, silence_seconds_max=args.timeout
+    )
+    asking = Asking(
+        model=args.model or server.model(),
+        temperature=args.temperature,
+        max_tokens=args.max_tokens,
+        user=f"chat-{uuid.uuid4().hex}",
+    )
+    conversation = Conversation(server, asking, sys.stdout, sys.stderr)
+    is_person = sys.stdin.isatty()
+    if is_person:
+        sys.stdout.write(f"{asking.model} at {server.url}; /help says what else there is\n")
+    conversation.hold(_typed() if is_person else sys.stdin)
+    return 0 if is_person or not conversation.failures else _EXIT_FAILED
+
+
+def _typed() -> Iterator[str]:
+    """What a person types, until Ctrl-D."""
+    if find_spec("readline") is not None:
+        importlib.import_module("readline")  # lets `input` edit lines, and recall them
+    try:
+        while True:
+            yield input("> ")
+    except EOFError:
+        sys.stdout.write("\n")
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return number
