@@ -27,6 +27,7 @@ class Options:
     the numbers in a pool of uint8 ("float8_e4m3fn"), where SGLang does not say. `model_layers` is
     the number of layers of the whole model, needed with pipeline parallelism alone. `salt` keeps
     servers apart that would share. Deadlines in seconds.
+    `events_*` are those of kvtier_sglang.events; without an endpoint there are none.
     """
 
     endpoint: str | None = None
@@ -39,6 +40,10 @@ class Options:
     exists_deadline: float = 0.1
     get_deadline: float = 2.0
     set_deadline: float = 2.0
+    events_endpoint: str = ""
+    events_replay_endpoint: str = ""
+    events_topic: str = ""
+    events_allow_network: bool = False
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any] | None) -> Options:
@@ -60,7 +65,9 @@ class Options:
 
 
 def _check(name: str, value: object, default: object) -> None:
-    if isinstance(default, float):
+    if isinstance(default, bool):
+        is_right, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, float):
         is_right = (
             isinstance(value, int | float)
             and not isinstance(value, bool)

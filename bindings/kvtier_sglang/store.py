@@ -133,6 +133,11 @@ class PageStore:
             return StoreState.WAITING if self._is_wanted else StoreState.PAUSED
         return StoreState.REFUSED if self._is_refused else StoreState.OPEN
 
+    @property
+    def families(self) -> tuple[bytes, ...]:
+        """Fingerprints of what is served now, one for each part; none while it is paused."""
+        return tuple(part.namespace.fingerprint for part in self._parts or ())
+
     def exists(self, hashes: Sequence[str]) -> int:
         """How many pages from the first on are there now.
 
