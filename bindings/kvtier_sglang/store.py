@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any, Final
 import kvtier
 from kvtier import Layout
 from kvtier.client import Connection, Namespace
+from kvtier_sglang.at_rest import AtRest
+from kvtier_sglang.budget import Budget
 from kvtier_sglang.layouts import PartLayout
 from kvtier_sglang.leaving import Leaving, Left
 from kvtier_sglang.meters import Meter
@@ -77,22 +79,6 @@ class StoreState(Enum):
     REFUSED = "refused"
 
 
-class _Budget:
-    """The seconds that a method has, over all its calls."""
-
-    def __init__(self, seconds: float) -> None:
-        self.began = time.monotonic()
-        self._ends = self.began + seconds
-
-    @property
-    def left(self) -> float:
-        return self._ends - time.monotonic()
-
-    @property
-    def spent(self) -> float:
-        return time.monotonic() - self.began
-
-
 class PageStore:
     """`rows` are the pool's buffers, one for each of `parts`, with the pages first."""
 
@@ -107,7 +93,8 @@ class PageStore:
         self._connection = connection
         self._options = options
         self._salt = options.salt.encode()
-        self._layouts = [part.layout for part in parts]
+        self._at_rest = AtRest.of(options.at_rest)
+        self._layouts = self._at_rest.layouts([part.layout for part in parts])
         self._rows = [rows[part.buffer] for part in parts]
         self._leaving = Leaving(connection, tenant=options.tenant, salt=self._salt)
         self._reopening = threading.Lock()
@@ -144,7 +131,7 @@ class PageStore:
         SGLang asks for all pages of a prompt at once, 16,384 for a million tokens, and a run ends
         early more often than not: so a few are looked up first, then ever more.
         """
-        budget = _Budget(self._options.exists_deadline)
+        budget = Budget(self._options.exists_deadline)
         parts = self._present()
         done, step = 0, _LOOKUP_FIRST
         while done < len(hashes) and self._is_open(parts):
@@ -207,7 +194,7 @@ class PageStore:
         them anew. Where the daemon does not answer they stay until it does, and as long nothing is
         found under their name here.
         """
-        budget = _Budget(self._options.set_deadline)
+        budget = Budget(self._options.set_deadline)
         if weights_revision != self._layouts[0].weights_revision:
             self.pause()
             self._leaving.leave(
@@ -282,7 +269,7 @@ class PageStore:
     def _get(
         self, hashes: Sequence[str], memory: Sequence[tuple[_Memory, Sequence[int] | None]]
     ) -> list[bool]:
-        budget = _Budget(self._options.get_deadline)
+        budget = Budget(self._options.get_deadline)
         if not (parts := self._present()):
             return [False] * len(hashes)
         keys = parts[0].namespace.keys_from(hashes)
@@ -296,6 +283,7 @@ class PageStore:
                     out=rows if places is not None else rows[begin:end],
                     at=None if places is None else places[begin:end],
                     deadline=budget.left,
+                    codec=self._at_rest.accepted,
                 )
                 .prefix
             )
@@ -310,7 +298,7 @@ class PageStore:
         memory: Sequence[tuple[_Memory, Sequence[int] | None]],
         before: Sequence[str],
     ) -> list[bool]:
-        budget = _Budget(self._options.set_deadline)
+        budget = Budget(self._options.set_deadline)
         if not (parts := self._present()):
             return [False] * len(hashes)
         keys = parts[0].namespace.keys_from(hashes)
@@ -326,6 +314,7 @@ class PageStore:
                 parent=keys[begin - 1] if begin else last_before,
                 depth=len(before) + begin,
                 deadline=budget.left,
+                codec=self._at_rest.codec,
             )
             if kvtier.PutCode.STALE_GENERATION in stored.reasons:
                 # The client takes it from a lookup alone that the namespace has ended.
@@ -340,7 +329,7 @@ class PageStore:
         self,
         parts: Sequence[_Part],
         total: int,
-        budget: _Budget,
+        budget: Budget,
         ask: Callable[[int, int, int], int],
     ) -> int:
         """How many pages from the first on all parts have or took; `ask` is for a part and a range
