@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import kvtier
 from kvtier_sglang.border import answers
+from kvtier_sglang.engine_metrics import EngineMetrics
 from kvtier_sglang.events.outlet import Endpoints, Outlet
 from kvtier_sglang.events.publisher import EventPublisher, EventSource
 from kvtier_sglang.layouts import Identity, PartLayout, Ranks, number_format, part_layouts
@@ -70,6 +71,11 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """Sends nothing yet. Raises ConfigError."""
         self._config = storage_config
         self._options = Options.of(storage_config.extra_config)
+        self._metrics = EngineMetrics(
+            tp_rank=storage_config.tp_rank,
+            pp_rank=storage_config.pp_rank,
+            dp_rank=getattr(storage_config, "dp_rank", 0),
+        )
         self._store: PageStore | None = None
         self._events: EventPublisher | None = None
         self._pool: Any = None
@@ -218,6 +224,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if self._store is None or not self._config.enable_storage_metrics:
             return None
         got, put = self._store.got.take(), self._store.put.take()
+        self._metrics.tell(got, put, self._store.state)
         return StorageMetrics(
             prefetch_pgs=got.pages,
             prefetch_bandwidth=got.bandwidths,

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 import kvtier
@@ -34,6 +33,7 @@ from kvtier_sglang.layouts import PartLayout
 from kvtier_sglang.leaving import Leaving, Left
 from kvtier_sglang.meters import Meter
 from kvtier_sglang.options import Options
+from kvtier_sglang.states import StoreState
 
 if TYPE_CHECKING:
     import torch
@@ -65,18 +65,6 @@ class _Part:
         now = self.namespace.generation
         first = now if self.first_generation is None else self.first_generation
         return Left(layout=self.namespace.layout, first_generation=first, generation=now)
-
-
-class StoreState(Enum):
-    """Why everything is a miss, or that it need not be."""
-
-    OPEN = "open"
-    #: Weights are being updated, or KV of others is left in SGLang.
-    PAUSED = "paused"
-    #: Resumed, and the daemon has not let it open the namespaces yet; it is asked once a second.
-    WAITING = "waiting"
-    #: The daemon has other weights under this family; it is asked once a second.
-    REFUSED = "refused"
 
 
 class PageStore:
@@ -111,6 +99,7 @@ class PageStore:
         #: None while paused. A call looks once, and goes on with what it saw.
         self._parts: list[_Part] | None = self._bound
         self.page_bytes = sum(layout.raw_bytes for layout in self._layouts)
+        self._part_bytes = [layout.payload_bytes(self._at_rest.codec) for layout in self._layouts]
         self.got = Meter()
         self.put = Meter()
 
@@ -289,7 +278,13 @@ class PageStore:
             )
 
         count = self._in_runs(parts, len(keys), budget, ask)
-        self.got.add(count, count * self.page_bytes, budget.spent)
+        self.got.add(
+            count,
+            count * sum(self._part_bytes),
+            budget.spent,
+            asked=len(keys),
+            is_late=budget.left <= 0,
+        )
         return [True] * count + [False] * (len(keys) - count)
 
     def _set(
@@ -302,6 +297,7 @@ class PageStore:
         if not (parts := self._present()):
             return [False] * len(hashes)
         keys = parts[0].namespace.keys_from(hashes)
+        news = [0] * len(parts)
         last_before = next(iter(parts[0].namespace.keys_from(before[-1:])), None)
 
         def ask(number: int, begin: int, end: int) -> int:
@@ -316,13 +312,22 @@ class PageStore:
                 deadline=budget.left,
                 codec=self._at_rest.codec,
             )
-            if kvtier.PutCode.STALE_GENERATION in stored.reasons:
+            outcomes = stored.counts()
+            news[number] += outcomes.get(kvtier.PutCode.STORED, 0)
+            if kvtier.PutCode.STALE_GENERATION in outcomes:
                 # The client takes it from a lookup alone that the namespace has ended.
                 namespace.lookup(keys[begin : begin + 1], deadline=self._options.exists_deadline)
             return stored.prefix
 
         count = self._in_runs(parts, len(keys), budget, ask)
-        self.put.add(count, count * self.page_bytes, budget.spent)
+        self.put.add(
+            count,
+            sum(new * size for new, size in zip(news, self._part_bytes, strict=True)),
+            budget.spent,
+            asked=len(keys),
+            already=count - min(count, max(news)),
+            is_late=budget.left <= 0,
+        )
         return [True] * count + [False] * (len(keys) - count)
 
     def _in_runs(
