@@ -43,8 +43,8 @@ LIFECYCLE = ("kvtier/core/lifecycle.py", "kvtier/core/table.py", "kvtier/core/na
 LIFECYCLE_NAMES = {"state", "state_np", "generation", "generation_np"}
 #: What only some installations have: imported where it is used, so that the rest works without.
 OPTIONAL = {
-    "gguf", "matplotlib", "ml_dtypes", "mooncake", "numba", "safetensors", "tokenizers", "torch",
-    "transformers", "triton", "ucxx",
+    "gguf", "matplotlib", "ml_dtypes", "mooncake", "numba", "prometheus_client", "safetensors",
+    "tokenizers", "torch", "transformers", "triton", "ucxx", "zmq",
 }  # fmt: skip
 #: Files that may import anything late, each for a reason.
 IMPORTS_LATE = {

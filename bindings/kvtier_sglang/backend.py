@@ -17,7 +17,10 @@ from typing import Any, Final
 
 import kvtier
 from kvtier_sglang.border import answers
-from kvtier_sglang.layouts import Identity, Ranks, number_format, part_layouts
+from kvtier_sglang.engine_metrics import EngineMetrics
+from kvtier_sglang.events.outlet import Endpoints, Outlet
+from kvtier_sglang.events.publisher import EventPublisher, EventSource
+from kvtier_sglang.layouts import Identity, PartLayout, Ranks, number_format, part_layouts
 from kvtier_sglang.options import Options
 from kvtier_sglang.pools import page_places, rows_of, shape_of
 from kvtier_sglang.sglang_api import (
@@ -68,7 +71,13 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """Sends nothing yet. Raises ConfigError."""
         self._config = storage_config
         self._options = Options.of(storage_config.extra_config)
+        self._metrics = EngineMetrics(
+            tp_rank=storage_config.tp_rank,
+            pp_rank=storage_config.pp_rank,
+            dp_rank=getattr(storage_config, "dp_rank", 0),
+        )
         self._store: PageStore | None = None
+        self._events: EventPublisher | None = None
         self._pool: Any = None
         self._served = served_model()
         # Before the first request: compiled code takes half a second to load, and a minute to be
@@ -109,6 +118,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 "weights are not seen"
             )
         self._store = PageStore(self._connection, parts, rows_of(mem_pool_host, shape), options)
+        self._events = self._publisher(self._store, parts)
         WEIGHTS.attach(self)
         log.info("kvtier: attached, %s, %s, %s at %s", shape, identity, ranks, self._connection.url)
 
@@ -214,6 +224,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if self._store is None or not self._config.enable_storage_metrics:
             return None
         got, put = self._store.got.take(), self._store.put.take()
+        self._metrics.tell(got, put, self._store.state)
         return StorageMetrics(
             prefetch_pgs=got.pages,
             prefetch_bandwidth=got.bandwidths,
@@ -236,8 +247,32 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     @answers(_nothing)
     def close(self) -> None:
         WEIGHTS.detach(self)
+        if self._events is not None:
+            self._events.close()
         self._store = None
         self._connection.close()
+
+    def _publisher(self, store: PageStore, parts: Sequence[PartLayout]) -> EventPublisher | None:
+        """Of KV events: one for all ranks of a replica. Raises InvalidConfigValue, MissingExtra."""
+        config, options = self._config, self._options
+        if not options.events_endpoint or config.tp_rank or config.pp_rank:
+            return None
+        dp_rank = getattr(config, "dp_rank", 0)
+        endpoints = Endpoints(
+            events=options.events_endpoint,
+            replay=options.events_replay_endpoint,
+            topic=options.events_topic,
+        ).checked(allows_network=options.events_allow_network, dp_rank=dp_rank)
+        layout = parts[0].layout
+        source = EventSource(
+            url=self._connection.url,
+            families=lambda: store.families,
+            parts=len(parts),
+            shards=layout.shard_count,
+            block_tokens=layout.page_tokens,
+            dp_rank=dp_rank,
+        )
+        return EventPublisher(source, Outlet(endpoints))
 
     def _placed(self, keys: Sequence[str], host_indices: Any) -> tuple[PageStore, list[int]]:
         """Raises LayoutError for slots that are not whole pages, or without a pool."""

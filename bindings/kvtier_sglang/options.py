@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier.errors import InvalidConfigValue, UnknownConfigKey
+from kvtier_sglang.at_rest import AtRest
 
 __all__ = ["Options"]
 
@@ -26,7 +27,8 @@ class Options:
     servers name one checkpoint differently, or two checkpoints alike. `kv_dtype` is the format of
     the numbers in a pool of uint8 ("float8_e4m3fn"), where SGLang does not say. `model_layers` is
     the number of layers of the whole model, needed with pipeline parallelism alone. `salt` keeps
-    servers apart that would share. Deadlines in seconds.
+    servers apart that would share. `at_rest` is the name of an AtRest. Deadlines in seconds.
+    `events_*` are those of kvtier_sglang.events; without an endpoint there are none.
     """
 
     endpoint: str | None = None
@@ -36,9 +38,14 @@ class Options:
     weights_revision: str = ""
     kv_dtype: str = ""
     model_layers: int = 0
+    at_rest: str = AtRest.RAW.value
     exists_deadline: float = 0.1
     get_deadline: float = 2.0
     set_deadline: float = 2.0
+    events_endpoint: str = ""
+    events_replay_endpoint: str = ""
+    events_topic: str = ""
+    events_allow_network: bool = False
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any] | None) -> Options:
@@ -56,11 +63,14 @@ class Options:
                     remedy=f"use one of {', '.join(_PREFIX + known for known in defaults)}",
                 )
             _check(name, value, defaults[name])
+        AtRest.of(given.get("at_rest", defaults["at_rest"]))
         return cls(**given)
 
 
 def _check(name: str, value: object, default: object) -> None:
-    if isinstance(default, float):
+    if isinstance(default, bool):
+        is_right, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, float):
         is_right = (
             isinstance(value, int | float)
             and not isinstance(value, bool)

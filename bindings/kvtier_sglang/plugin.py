@@ -1,13 +1,14 @@
 """The entry point `kvtier` of the group `sglang.srt.plugins`: SGLang calls `register` at the start
 of each of its processes.
 
-What it hooks tells kvtier_sglang.weights of online updates and of flushes. Each hook calls what it
+What it hooks tells kvtier_sglang.weights of online updates and of flushes, and kvtier_sglang.events
+of the tokens of pages. Each hook calls what it
 hooks exactly once and passes on what that returns or raises; nothing of its own reaches the
 scheduler. Only processes that have a scheduler are hooked; without a kvtier backend the hooks keep
 a name up to date and do nothing else: ranks are not asked then.
 
-Hooks run in the scheduler's thread. Written for SGLang 0.5.23; what an older one does not have is
-left out.
+Hooks run in the scheduler's thread, but for `query_storage`. Written for SGLang 0.5.23; what an
+older one does not have is left out.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 
 from kvtier_sglang.agreement import agreed
 from kvtier_sglang.border import kept_inside
+from kvtier_sglang.events.blocks import CHAINS
 from kvtier_sglang.weights import WEIGHTS, Outcome
 
 __all__ = ["register"]
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler"
 _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater"
+_CONTROLLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
 _UPDATES: Final = (
     "update_weights_from_disk",
     "update_weights_from_distributed",
@@ -54,9 +57,12 @@ def register() -> None:
     hooks[f"{scheduler}.__init__"] = launch
     hooks[f"{scheduler}.flush_cache"] = flush
     hooks[f"{scheduler}.handle_update_weight_version"] = name_weights
+    controller = f"{_CONTROLLER}.HybridCacheController"
+    hooks[f"{controller}.write_storage"] = write_storage
+    hooks[f"{controller}._storage_hit_query"] = query_storage
     for target, hook in hooks.items():
         module, holder, method = target.rsplit(".", 2)
-        if hasattr(getattr(sys.modules[module], holder, None), method):
+        if hasattr(getattr(sys.modules.get(module), holder, None), method):
             HookRegistry.register(target, hook, HookType.AROUND)
         else:
             log.warning("kvtier: this SGLang has no %s; what it would change is not seen", target)
@@ -143,6 +149,31 @@ def name_weights(original: Callable[..., Any], scheduler: Any, request: Any) -> 
         if request.new_version not in (None, before):
             WEIGHTS.named(request.new_version)
     return output
+
+
+def write_storage(original: Callable[..., Any], controller: Any, *args: Any, **more: Any) -> Any:
+    """Around the order to store pages, in the scheduler's thread: which tokens they are of."""
+    if CHAINS.has_listeners:
+        with kept_inside("seeing the tokens of pages to store"):
+            tokens, hashes, before = _of_order(*args, **more)
+            CHAINS.tell(tokens, hashes, before[-1] if before else None)
+    return original(controller, *args, **more)
+
+
+def query_storage(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+    """Around the question for a prompt's pages, in the prefetch thread."""
+    answer = original(controller, operation)
+    if CHAINS.has_listeners:
+        with kept_inside("seeing the tokens of pages asked for"):
+            tokens = operation.token_ids.raw_token_ids()
+            CHAINS.tell(tokens, operation.all_hash_values, operation.last_hash)
+    return answer
+
+
+def _of_order(
+    _host_indices: Any, token_ids: Any, hash_value: Any = None, prefix_keys: Any = None, **_: Any
+) -> tuple[Any, Any, Any]:
+    return token_ids, hash_value, prefix_keys
 
 
 def _guarded(what: str) -> AbstractContextManager[None]:

@@ -22,16 +22,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 import kvtier
 from kvtier import Layout
 from kvtier.client import Connection, Namespace
+from kvtier_sglang.at_rest import AtRest
+from kvtier_sglang.budget import Budget
 from kvtier_sglang.layouts import PartLayout
 from kvtier_sglang.leaving import Leaving, Left
 from kvtier_sglang.meters import Meter
 from kvtier_sglang.options import Options
+from kvtier_sglang.states import StoreState
 
 if TYPE_CHECKING:
     import torch
@@ -65,34 +67,6 @@ class _Part:
         return Left(layout=self.namespace.layout, first_generation=first, generation=now)
 
 
-class StoreState(Enum):
-    """Why everything is a miss, or that it need not be."""
-
-    OPEN = "open"
-    #: Weights are being updated, or KV of others is left in SGLang.
-    PAUSED = "paused"
-    #: Resumed, and the daemon has not let it open the namespaces yet; it is asked once a second.
-    WAITING = "waiting"
-    #: The daemon has other weights under this family; it is asked once a second.
-    REFUSED = "refused"
-
-
-class _Budget:
-    """The seconds that a method has, over all its calls."""
-
-    def __init__(self, seconds: float) -> None:
-        self.began = time.monotonic()
-        self._ends = self.began + seconds
-
-    @property
-    def left(self) -> float:
-        return self._ends - time.monotonic()
-
-    @property
-    def spent(self) -> float:
-        return time.monotonic() - self.began
-
-
 class PageStore:
     """`rows` are the pool's buffers, one for each of `parts`, with the pages first."""
 
@@ -107,7 +81,8 @@ class PageStore:
         self._connection = connection
         self._options = options
         self._salt = options.salt.encode()
-        self._layouts = [part.layout for part in parts]
+        self._at_rest = AtRest.of(options.at_rest)
+        self._layouts = self._at_rest.layouts([part.layout for part in parts])
         self._rows = [rows[part.buffer] for part in parts]
         self._leaving = Leaving(connection, tenant=options.tenant, salt=self._salt)
         self._reopening = threading.Lock()
@@ -124,6 +99,7 @@ class PageStore:
         #: None while paused. A call looks once, and goes on with what it saw.
         self._parts: list[_Part] | None = self._bound
         self.page_bytes = sum(layout.raw_bytes for layout in self._layouts)
+        self._part_bytes = [layout.payload_bytes(self._at_rest.codec) for layout in self._layouts]
         self.got = Meter()
         self.put = Meter()
 
@@ -133,13 +109,18 @@ class PageStore:
             return StoreState.WAITING if self._is_wanted else StoreState.PAUSED
         return StoreState.REFUSED if self._is_refused else StoreState.OPEN
 
+    @property
+    def families(self) -> tuple[bytes, ...]:
+        """Fingerprints of what is served now, one for each part; none while it is paused."""
+        return tuple(part.namespace.fingerprint for part in self._parts or ())
+
     def exists(self, hashes: Sequence[str]) -> int:
         """How many pages from the first on are there now.
 
         SGLang asks for all pages of a prompt at once, 16,384 for a million tokens, and a run ends
         early more often than not: so a few are looked up first, then ever more.
         """
-        budget = _Budget(self._options.exists_deadline)
+        budget = Budget(self._options.exists_deadline)
         parts = self._present()
         done, step = 0, _LOOKUP_FIRST
         while done < len(hashes) and self._is_open(parts):
@@ -202,7 +183,7 @@ class PageStore:
         them anew. Where the daemon does not answer they stay until it does, and as long nothing is
         found under their name here.
         """
-        budget = _Budget(self._options.set_deadline)
+        budget = Budget(self._options.set_deadline)
         if weights_revision != self._layouts[0].weights_revision:
             self.pause()
             self._leaving.leave(
@@ -277,7 +258,7 @@ class PageStore:
     def _get(
         self, hashes: Sequence[str], memory: Sequence[tuple[_Memory, Sequence[int] | None]]
     ) -> list[bool]:
-        budget = _Budget(self._options.get_deadline)
+        budget = Budget(self._options.get_deadline)
         if not (parts := self._present()):
             return [False] * len(hashes)
         keys = parts[0].namespace.keys_from(hashes)
@@ -291,12 +272,19 @@ class PageStore:
                     out=rows if places is not None else rows[begin:end],
                     at=None if places is None else places[begin:end],
                     deadline=budget.left,
+                    codec=self._at_rest.accepted,
                 )
                 .prefix
             )
 
         count = self._in_runs(parts, len(keys), budget, ask)
-        self.got.add(count, count * self.page_bytes, budget.spent)
+        self.got.add(
+            count,
+            count * sum(self._part_bytes),
+            budget.spent,
+            asked=len(keys),
+            is_late=budget.left <= 0,
+        )
         return [True] * count + [False] * (len(keys) - count)
 
     def _set(
@@ -305,10 +293,11 @@ class PageStore:
         memory: Sequence[tuple[_Memory, Sequence[int] | None]],
         before: Sequence[str],
     ) -> list[bool]:
-        budget = _Budget(self._options.set_deadline)
+        budget = Budget(self._options.set_deadline)
         if not (parts := self._present()):
             return [False] * len(hashes)
         keys = parts[0].namespace.keys_from(hashes)
+        news = [0] * len(parts)
         last_before = next(iter(parts[0].namespace.keys_from(before[-1:])), None)
 
         def ask(number: int, begin: int, end: int) -> int:
@@ -321,21 +310,31 @@ class PageStore:
                 parent=keys[begin - 1] if begin else last_before,
                 depth=len(before) + begin,
                 deadline=budget.left,
+                codec=self._at_rest.codec,
             )
-            if kvtier.PutCode.STALE_GENERATION in stored.reasons:
+            outcomes = stored.counts()
+            news[number] += outcomes.get(kvtier.PutCode.STORED, 0)
+            if kvtier.PutCode.STALE_GENERATION in outcomes:
                 # The client takes it from a lookup alone that the namespace has ended.
                 namespace.lookup(keys[begin : begin + 1], deadline=self._options.exists_deadline)
             return stored.prefix
 
         count = self._in_runs(parts, len(keys), budget, ask)
-        self.put.add(count, count * self.page_bytes, budget.spent)
+        self.put.add(
+            count,
+            sum(new * size for new, size in zip(news, self._part_bytes, strict=True)),
+            budget.spent,
+            asked=len(keys),
+            already=count - min(count, max(news)),
+            is_late=budget.left <= 0,
+        )
         return [True] * count + [False] * (len(keys) - count)
 
     def _in_runs(
         self,
         parts: Sequence[_Part],
         total: int,
-        budget: _Budget,
+        budget: Budget,
         ask: Callable[[int, int, int], int],
     ) -> int:
         """How many pages from the first on all parts have or took; `ask` is for a part and a range

@@ -31,6 +31,7 @@ from kvtier.transfer.planes.values import (
     Capabilities,
     FlushResult,
     PoolReport,
+    Residency,
     Status,
     VerifyProgress,
 )
@@ -199,6 +200,22 @@ class AsyncConnection:
     ) -> AsyncGenerator[VerifyProgress, None]:
         """The reports of a `verify` as they come. Closing the generator ends it."""
         return reports(self.link, tier, bytes_per_second=bytes_per_second, deadline=deadline)
+
+    async def watch(
+        self, fingerprint: bytes, *, deadline: Within = None
+    ) -> AsyncGenerator[Residency, None]:
+        """What is there of the family with this `fingerprint`, then every change, in order.
+
+        It goes on until the generator is closed. It raises Busy when the reader falls behind, and
+        DaemonUnavailable or DeadlineExceeded when the daemon goes, is silent on its connection for
+        some twenty seconds, or has not told all that is there within `deadline`: then nothing is
+        known any more, and watching again begins with what is there.
+        """
+        within = self.link.deadline(deadline)
+        self.link.check_usable()
+        async with aclosing(self._plane.watch(fingerprint, within)) as events:
+            async for event in events:
+                yield event
 
     @property
     def quarantine(self) -> AsyncQuarantine:

@@ -88,6 +88,10 @@ class Registry:
         """The family that has, or had in this boot, this namespace number; b"" for none."""
         return self._fingerprints.get(number, b"")
 
+    def past_numbers(self) -> set[int]:
+        """The numbers that were bumped or deleted in this boot."""
+        return {number for number in self._fingerprints if self.name_of(number) is None}
+
     async def open(self, identity: FamilyIdentity, shard: ShardIdentity) -> tuple[Family, bool]:
         """(family, whether it is new). Raises NamespaceMismatch, LimitExceeded, DirectoryError."""
         return await self._whole(self._open(identity, shard))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import grpc
 import pytest
@@ -45,6 +46,32 @@ def test_snapshot_then_changes_in_order(daemon, client):
         ]  # fmt: skip
         assert [e.sequence for e in changes] == [3, 4, 5], "others' changes leave no gap"
         assert all(e.fingerprint == opened.fingerprint for e in changes)
+        events.cancel()
+
+
+def test_what_is_swept_after_a_bump_does_not_take_away_what_was_stored_since(daemon, client):
+    old = client.open()
+    pages = [(key_of(i), payload_of(i)) for i in range(8)]
+    client.put(old, pages)
+    with RawClient(daemon.url) as second:
+        events = watch(second, old.fingerprint)
+        while next(events).kind != SNAPSHOT_END:
+            pass
+        request = pages_pb2.BumpGenerationRequest(
+            fingerprint=old.fingerprint, expected_generation=old.generation, token=bytes(16)
+        )
+        client.call("BumpGeneration", request)
+        new = client.open()
+        client.put(new, pages)
+        assert next(events).kind == BUMPED
+        assert [next(events).kind for _ in pages] == [STORED] * 8
+        until = time.monotonic() + 5
+        while client.status().tiers[0].pages_sealed > 8:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        client.call("Delete", pages_pb2.DeleteRequest(handle=new.handle, keys=key_of(0)))
+        last = next(events)
+        assert (last.kind, last.keys) == (REMOVED, key_of(0))
         events.cancel()
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_rig import ENVIRONMENT, HERE
+from tests.sglang.environment import ENVIRONMENT, HERE
 
 __all__ = ["PAGE", "Answer", "Server", "extra_config", "storable"]
 

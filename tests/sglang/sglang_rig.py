@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.sglang.environment import ENVIRONMENT, HERE
+
 __all__ = ["ENVIRONMENT", "HERE", "Walks", "needs_sglang"]
 
-HERE = Path(__file__).resolve().parent
-#: Made by `make sglang-env`; SGLang pins packages that kvtier's own environment has in other
-#: versions, and no engine shares one with its cache.
-ENVIRONMENT = HERE.parent.parent / ".sglang-env"
 _LOAD_S = 120.0
 _WALK_S = 60.0
 

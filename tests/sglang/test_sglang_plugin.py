@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from sglang_rig import HERE
 
+from kvtier_sglang.events.blocks import Chains
 from kvtier_sglang.weights import LoadedWeights, Outcome
 
 _ANSWER_S = 120.0
@@ -334,3 +335,35 @@ def test_a_cache_that_raises_is_not_the_end_of_an_update(sglang):
     for _ in range(2):
         assert sglang.plugin.update(answers(sglang), manager_of(), tensor("v2")).success
         assert good.weights is None
+
+
+def test_tokens_of_pages_that_are_stored_or_asked_for_are_told(sglang, monkeypatch):
+    chains = Chains()
+    monkeypatch.setattr(sglang.plugin, "CHAINS", chains)
+    inbox = chains.listen()
+    calls = []
+
+    def original(*args, **options):
+        calls.append((args, options))
+        return 7
+
+    plugin = sglang.plugin
+    assert plugin.write_storage(original, "it", [0], [1, 2], ["aa"], ["p", "q"], extra_pools=1) == 7
+    assert plugin.write_storage(original, "it", [0], [3], hash_value=["bb"]) == 7
+    key = SimpleNamespace(raw_token_ids=lambda: [4, 5])
+    asked = SimpleNamespace(token_ids=key, all_hash_values=["cc"], last_hash="z")
+    assert plugin.query_storage(original, "it", asked) == 7
+    assert calls == [
+        (("it", [0], [1, 2], ["aa"], ["p", "q"]), {"extra_pools": 1}),
+        (("it", [0], [3]), {"hash_value": ["bb"]}),
+        (("it", asked), {}),
+    ]
+    assert [(list(chain.tokens), chain.hashes, chain.before) for chain in inbox] == [
+        ([1, 2], ("aa",), "q"),
+        ([3], ("bb",), None),
+        ([4, 5], ("cc",), "z"),
+    ]
+    assert plugin.query_storage(original, "it", Raises()) == 7
+    assert plugin.write_storage(original, "it", Raises()) == 7
+    assert plugin.write_storage(original, "it", [0], object(), ["dd"]) == 7
+    assert len(inbox) == 3

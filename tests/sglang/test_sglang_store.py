@@ -229,3 +229,19 @@ def test_a_long_prompt_is_looked_up_in_one_call(kv):
     assert store.exists(named[:1400]) == 1400
     assert store.exists(named[100:]) == 1300
     assert store.exists([]) == 0
+
+
+def test_what_was_there_before_is_not_moved_again(kv):
+    store = store_for(kv, pool_with_heads("page_first_direct"))
+    store.set(hashes(2), [0, 1])
+    store.put.take()
+    store.set(hashes(3), [0, 1, 2])
+    put = store.put.take()
+    assert (put.asked, put.done, put.already, put.pages) == (3, 3, 2, [3])
+    assert 0 < len(put.bandwidths) <= 1
+    store.set(hashes(3), [0, 1, 2])
+    put = store.put.take()
+    assert (put.already, put.pages, put.bandwidths) == (3, [3], [])
+    store.get(hashes(5), [0, 1, 2, 3, 4])
+    got = store.got.take()
+    assert (got.asked, got.done, got.calls, got.late) == (5, 3, 1, 0)

@@ -30,6 +30,7 @@ from kvtier.transfer.planes.values import (
     PutOpening,
     PutReply,
     QuarantinedPage,
+    Residency,
     Status,
     VerifyProgress,
 )
@@ -118,6 +119,13 @@ class Plane(Protocol):
     ) -> AsyncGenerator[VerifyProgress, None]:
         """The daemon's reports, as they come; closing the generator ends the call. It may take any
         time in all: DeadlineExceeded when the daemon says nothing for `silence_s`. Raises Busy.
+        """
+
+    def watch(self, fingerprint: bytes, deadline: Deadline) -> AsyncGenerator[Residency, None]:
+        """What is there of a family, then every change, in order and without a gap; closing the
+        generator ends the call. `deadline` is for all until SNAPSHOT_END, after that it may take
+        any time. Raises Busy when the reader falls behind, DaemonUnavailable when the daemon goes,
+        or when something was lost.
         """
 
     async def list_quarantine(self, deadline: Deadline) -> tuple[QuarantinedPage, ...]:

@@ -16,6 +16,7 @@ Belongs to the event loop of its first call.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from contextlib import suppress
@@ -35,6 +36,7 @@ from kvtier.transfer.planes.grpc_values import (
     progress_from_proto,
     quarantine_from_proto,
     ref_to_proto,
+    residencies_from_proto,
     status_from_proto,
 )
 from kvtier.transfer.planes.streams import GetRun, PutRun
@@ -53,6 +55,8 @@ from kvtier.transfer.planes.values import (
     PutOpening,
     PutReply,
     QuarantinedPage,
+    Residency,
+    ResidencyKind,
     Status,
     VerifyProgress,
 )
@@ -262,6 +266,26 @@ class GrpcPlane:
                 if report is grpc.aio.EOF:
                     return
                 yield progress_from_proto(parsed(report))
+        finally:
+            if call is not None:
+                call.cancel()
+
+    async def watch(
+        self, fingerprint: bytes, deadline: Deadline
+    ) -> AsyncGenerator[Residency, None]:
+        call, count, within = None, 0, deadline
+        try:
+            while True:
+                async with self._channel.until(within) as seconds:
+                    if call is None:
+                        request = pages_pb2.WatchRequest(fingerprint=fingerprint)
+                        call = self._channel.callable(rpc.PAGES, "Watch")(request)
+                    event = parsed(await _next_report(call, seconds))
+                count += 1
+                for change in residencies_from_proto(event, count):
+                    if change.kind is ResidencyKind.SNAPSHOT_END:
+                        within = Deadline(math.inf)
+                    yield change
         finally:
             if call is not None:
                 call.cancel()

@@ -1,4 +1,4 @@
-"""Answers of the Admin service as plain values.
+"""Answers of the Admin service, and events of Watch, as plain values.
 
 An enum number that this version does not know is left out of a list rather than guessed.
 
@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import TypeVar
 
 from kvtier.core.page import Codec, PageRef, Tier
+from kvtier.errors import DaemonUnavailable
 from kvtier.transfer.messages import pool_from_proto
 from kvtier.transfer.planes.values import (
     Capabilities,
@@ -19,19 +20,22 @@ from kvtier.transfer.planes.values import (
     NamespaceStatus,
     PoolStatus,
     QuarantinedPage,
+    Residency,
+    ResidencyKind,
     SessionStatus,
     Status,
     TierStatus,
     VerifyProgress,
 )
 from kvtier.v1 import admin_pb2 as pb
-from kvtier.v1 import page_pb2
+from kvtier.v1 import page_pb2, pages_pb2
 
 __all__ = [
     "capabilities_from_proto",
     "progress_from_proto",
     "quarantine_from_proto",
     "ref_to_proto",
+    "residencies_from_proto",
     "status_from_proto",
 ]
 
@@ -113,6 +117,29 @@ def ref_to_proto(ref: PageRef) -> page_pb2.PageRef:
         slot=ref.slot,
         generation=ref.generation,
     )
+
+
+def residencies_from_proto(event: pages_pb2.WatchEvent, sequence: int) -> list[Residency]:
+    """What event number `sequence` of a stream says of pages: nothing where it is about a device
+    pool. Raises DaemonUnavailable when it has another number: something was lost.
+    """
+    if event.sequence != sequence:
+        raise DaemonUnavailable(
+            f"event {event.sequence} came where {sequence} was due",
+            remedy="watch again: it begins with what is there",
+        )
+    kinds = _known(ResidencyKind, [event.kind])
+    tiers = _known(Tier, [event.tier])
+    return [
+        Residency(
+            kind=kind,
+            tier=tiers[0] if tiers else None,
+            shard=event.shard,
+            keys=event.keys,
+            epoch=event.epoch,
+        )
+        for kind in kinds
+    ]
 
 
 def _tier(tier: pb.TierStatus) -> TierStatus:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from kvtier.core.page import NO_SUM, Codec, Durability, PageRef, Tier
@@ -35,6 +36,8 @@ __all__ = [
     "PutOpening",
     "PutReply",
     "QuarantinedPage",
+    "Residency",
+    "ResidencyKind",
     "SessionStatus",
     "Status",
     "TierStatus",
@@ -194,6 +197,33 @@ class VerifyProgress:
     bytes_done: int
     pages_corrupt: int
     pages_unreadable: int = 0
+
+
+class ResidencyKind(IntEnum):
+    """Numbers of proto WatchKind. Device pools are not told here."""
+
+    #: These pages are there; several follow each other.
+    SNAPSHOT = 1
+    #: All that is there has been told; changes follow.
+    SNAPSHOT_END = 2
+    STORED = 3
+    #: Out of this tier, not necessarily out of the others.
+    REMOVED = 4
+    #: Every page of the namespace is gone, in all tiers.
+    BUMPED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """What became findable in a tier or left it. `keys` are of 32 bytes, concatenated, all of one
+    shard; `tier` is None where no keys are. `epoch` is the daemon's boot id.
+    """
+
+    kind: ResidencyKind
+    tier: Tier | None
+    shard: int
+    keys: bytes
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
