@@ -16,6 +16,7 @@ from kvtier.client.sync import Namespace
 from kvtier_engine.demo.damage import flip_payload_byte
 from kvtier_engine.demo.job import PAGE_TOKENS, QUESTIONS, Job, answer
 from kvtier_engine.demo.talk import TENANT, Talker, findable
+from kvtier_engine.errors import DemoFailed
 from kvtier_engine.fidelity.scorer import Scorer
 from kvtier_engine.schedule.request import Completion
 
@@ -66,12 +67,16 @@ def _packed(talker: Talker, space: Namespace, ids: Sequence[int]) -> dict[str, A
     """
     layout = talker.layout
     other = talker.connection.namespace(layout, tenant=f"{TENANT}-fp8")
-    count = findable(ids, ids) // PAGE_TOKENS
-    keys, other_keys = space.keys(ids)[:count], other.keys(ids)[:count]
+    keys, other_keys = space.keys(ids), other.keys(ids)
+    count = len(keys)
     pool = DevicePool(layout, count)
     pages = pool.allocate(count)
     with PageTransfer(pool, space) as plain, PageTransfer(pool, other) as packed:
-        plain.load(keys, pages)
+        if lost := plain.load(keys, pages).failed:  # what is in these would be stored as theirs
+            raise DemoFailed(
+                f"pages {lost} of {count}, stored a moment ago, did not come back",
+                remedy="run it again on a machine with more memory free",
+            )
         durable = space.put(
             keys, pool.kv[pages], durable="nvme", deadline=DURABLE_SECONDS_MAX
         ).durable
