@@ -33,7 +33,7 @@ from kvtier_engine.smollm2 import ensure_model
 
 PLAIN, FP8 = KvCacheDtype.AS_COMPUTED, KvCacheDtype.FP8_E4M3
 #: Room for 8 of these requests in bfloat16, and a little more.
-POOL_BYTES, BATCH = 13_000_000, 8
+POOL_BYTES, BATCH = 26_000_000, 8
 PROMPT_TOKENS, TOKENS = 96, 17
 CONTEXT, REST = 128, 64
 

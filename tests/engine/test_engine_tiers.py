@@ -22,7 +22,6 @@ from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.demo.damage import flip_payload_byte
 from kvtier_engine.engine import Engine
 from kvtier_engine.errors import KvTagMismatch, RequestCancelled
-from kvtier_engine.model.llama import Llama
 from kvtier_engine.model.load import LoadedModel
 from kvtier_engine.schedule.request import CachedTokens
 from kvtier_engine.settings import EngineSettings, KvCacheDtype
@@ -241,46 +240,6 @@ def test_a_request_is_given_up_while_its_pages_are_loaded(
             assert engine.pool.occupancy.draining == len(loading)
             stream.let_go()
             assert told(engine) == cold
-
-
-def test_layers_are_computed_as_they_arrive(
-    model: LoadedModel,
-    cold: list[tuple[int, ...]],
-    daemon: DaemonProcess,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first layer is computed while the copy of the second one has not been made."""
-    begun: list[int] = []
-    attention = Llama._attention
-
-    def seen(self: Llama, number: int, *rest: object) -> object:
-        begun.append(number)
-        return attention(self, number, *rest)
-
-    monkeypatch.setattr(Llama, "_attention", seen)
-    with kvtier.connect(daemon.url) as kv:
-        with engine_on(model, kv) as engine:
-            told(engine)
-        stream = HeldStream()
-        with engine_on(model, kv, stream=stream) as engine:
-            begun.clear()
-            with engine:
-                handle = engine.submit(REQUESTS[-1])
-                stream.wait_for_copies(2)  # one for each layer
-                assert begun == []
-                stream.release_one()
-                until(lambda: begun)
-                assert (begun, stream.held) == ([0], 1)
-                stream.let_go()
-                done = handle.result(60)
-            assert (done.tokens, done.cached.host) == (cold[-1], 96)
-
-
-def until(condition: Callable[[], object]) -> None:
-    limit = time.monotonic() + 40
-    while not condition():
-        assert time.monotonic() < limit, "did not come about"
-        time.sleep(0.002)
 
 
 def test_waiting_ends_with_a_copy(model: LoadedModel, daemon: DaemonProcess) -> None:
