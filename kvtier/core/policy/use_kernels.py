@@ -53,14 +53,13 @@ def touch(
     counts: Any, older: Any, old_counts: Any,
 ) -> None:  # fmt: skip
     """`rows` from the head of a chain to its tail, which gets the lowest of the stamps."""
-    begin = marks[_END]
-    for back in range(len(rows)):
-        row = rows[len(rows) - 1 - back]
-        if place[row] >= begin:
-            continue  # named twice
-        stamps[row] = stamp + back
-        if not place[row]:
-            continue  # not of this order
+    begin, last = marks[_END], len(rows) - 1
+    for number in range(len(rows)):
+        stamps[rows[number]] = stamp + last - number
+    for number in range(last, -1, -1):
+        row = rows[number]
+        if place[row] >= begin or not place[row]:
+            continue  # named twice, or not of this order
         _write(place[row], 0, marks, newer, counts, older, old_counts)
         entry = row + 1 if queued[row] else -row - 1
         _write(marks[_END], entry, marks, newer, counts, older, old_counts)
