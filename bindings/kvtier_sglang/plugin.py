@@ -170,7 +170,7 @@ def _outcome_of(manager: Any, request: Any, output: Any) -> Outcome:
         return Outcome.UNTOUCHED
     # With a draft model the weights of the target were loaded when the draft's cannot be. SGLang
     # 0.5.20 does not say whether there is one.
-    runners = getattr(manager, "_select_runners", list)()
+    runners: list[Any] = getattr(manager, "_select_runners", list)()
     is_only_one = len(runners) == 1
     if hasattr(request, "model_path") and is_only_one and message.startswith(_NOTHING_TO_LOAD):
         return Outcome.UNTOUCHED
