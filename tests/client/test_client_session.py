@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 import time
 
@@ -23,28 +22,6 @@ def test_a_namespace_opened_often_has_one_handle(kv, daemon, layout, make_pages)
     for _ in range(50):
         assert kv.namespace(layout).put(keys, make_pages(2)).counts()
     assert len(daemon.handles) == 1
-
-
-def test_families_that_were_left_are_forgotten(daemon, layout):
-    """An engine whose weights change all day opens another family each time."""
-
-    async def main():
-        async with kvtier.aio.connect(daemon.url, deadline=5.0) as kv:
-            names = [f"r{number}" for number in range(300)]
-            for name in names:
-                other = await kv.namespace(dataclasses.replace(layout, weights_revision=name))
-                # In use all the time, so never the one that is forgotten.
-                ns = await kv.namespace(layout)
-            assert len(ns.link._handles) == 256
-            daemon.calls.clear()
-            assert (await kv.namespace(layout)).generation == 1
-            assert (await kv.namespace(other.layout)).generation == 1
-            assert daemon.calls["open"] == 0
-            first = await kv.namespace(dataclasses.replace(layout, weights_revision=names[0]))
-            assert daemon.calls["open"] == 1
-            assert (await first.lookup(first.keys(range(4)))).reasons == [GetCode.MISS]
-
-    asyncio.run(main())
 
 
 def test_each_object_reopens_by_itself(kv, daemon, layout):
