@@ -1,8 +1,8 @@
 """`KvTierHiCacheStorage`: what SGLang loads for `--hicache-storage-backend dynamic`.
 
-A thin face: it says which pool and model it is, once, when it is attached, and refuses there what
-cannot be stored; after that every call is answered by a `PageStore`, and none raises. The primary
-KV pool is served by interface v1 and by the generic calls; models with further pools are refused.
+A thin face: it says which pools and model it is, once, when it is attached, and refuses there what
+cannot be stored; after that every call is answered by a `PageStore` for each pool, and none raises.
+The primary KV pool is served by interface v1 and by the generic calls, pools beside it by v2.
 
 SGLang makes and attaches it in the scheduler's thread, then calls exists, get and set from a thread
 each, and `get_stats` in every step of the scheduler.
@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import kvtier
-from kvtier_sglang.border import answers
+from kvtier_sglang.border import answers, kept_inside
+from kvtier_sglang.budget import Budget
 from kvtier_sglang.engine_metrics import EngineMetrics
 from kvtier_sglang.events.outlet import Endpoints, Outlet
 from kvtier_sglang.events.publisher import EventPublisher, EventSource
@@ -27,10 +29,18 @@ from kvtier_sglang.sglang_api import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
+    PoolTransfer,
+    PoolTransferResult,
     ServedModel,
     StorageMetrics,
+    draft_model,
+    require_sglang,
     served_model,
+    state_kernels,
+    transfer_result,
 )
+from kvtier_sglang.side_pools import Model, side_pool
+from kvtier_sglang.sides import SidePools
 from kvtier_sglang.store import PageStore, StoreState
 from kvtier_sglang.weights import WEIGHTS
 
@@ -62,13 +72,23 @@ def _all_absent(keys: Sequence[str], *_args: object, **_options: object) -> list
     return [None] * len(keys)
 
 
+def _none_moved(transfers: Sequence[PoolTransfer], *_args: object, **_options: object) -> Any:
+    # An answer that leaves a pool out would count as one that limits nothing.
+    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+
+
+def _none_there(*_args: object, **_options: object) -> PoolTransferResult:
+    return transfer_result(0, {}, [])
+
+
 class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     """Its options are those of kvtier_sglang.options, in the extra config with `kvtier_` before."""
 
     def __init__(
         self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Sends nothing yet. Raises ConfigError."""
+        """Sends nothing yet. Raises ConfigError, UnsupportedSglang."""
+        require_sglang()
         self._config = storage_config
         self._options = Options.of(storage_config.extra_config)
         self._metrics = EngineMetrics(
@@ -88,6 +108,8 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             deadline=self._options.get_deadline,
             client_name=_client_name(storage_config),
         )
+        self._sides = SidePools(self._connection, self._options)
+        self._model: Model | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Raises LayoutError for a pool that cannot be stored, NamespaceMismatch where the daemon
@@ -112,6 +134,13 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         )
         parts = part_layouts(shape, identity, ranks)
         self._pool = mem_pool_host
+        self._model = Model(
+            identity=identity,
+            ranks=ranks,
+            page_tokens=shape.page_tokens,
+            is_replicated=config.is_mla_model,
+            stated_format=options.kv_dtype or served.kv_cache_dtype,
+        )
         if not WEIGHTS.is_watching:
             log.warning(
                 "kvtier: the plugin kvtier is not loaded (SGLANG_PLUGINS?): online updates of the "
@@ -123,14 +152,29 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         log.info("kvtier: attached, %s, %s, %s at %s", shape, identity, ranks, self._connection.url)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Raises LayoutError for every pool but the primary one."""
-        if str(host_pool_name) != "kv":
-            raise kvtier.LayoutError(
-                f"the model has a host pool {host_pool_name} beside its KV, which kvtier does not "
-                "store yet",
-                remedy="run this model without --hicache-storage-backend",
-            )
+        """SGLang calls it for the primary pool too, which is registered then, and later for pools
+        that come by and by. Raises LayoutError for what cannot be stored, NamespaceMismatch,
+        UnsupportedSglang: when it is attached, that fails it.
+        """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        if name == "kv":
+            return
+        if self._model is None:
+            raise kvtier.LayoutError(
+                f"side pool {name} without a primary one", remedy="register the primary one first"
+            )
+        revision = _revision(self._options, self._served, WEIGHTS.name)
+        model = replace(
+            self._model,
+            identity=replace(self._model.identity, weights_revision=revision),
+            draft=draft_model(),
+            state_kernels=state_kernels(),
+        )
+        store = self._sides.add(side_pool(name, host_pool, model))
+        if not WEIGHTS.is_settled:
+            store.pause()
+        log.info("kvtier: attached, side pool %s (%s)", name, type(host_pool).__name__)
 
     @answers(_not_one)
     def batch_exists(
@@ -164,6 +208,37 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """
         store, places = self._placed(keys, host_indices)
         return store.set(keys, places, getattr(extra_info, "prefix_keys", None) or ())
+
+    @answers(_none_there)
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Which prefixes of `keys` the primary pool and each of `pool_transfers` can restore."""
+        if self._store is None:
+            return _none_there()
+        found = self._sides.exists(self._store, keys, pool_transfers or ())
+        return transfer_result(found.longest, found.by_pool, found.lengths)
+
+    @answers(_none_moved)
+    def batch_get_v2(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[Any, list[bool]]:
+        """Pages of side pools to their slots; see `batch_get_v1`."""
+        return self._sides.get(transfers)
+
+    @answers(_none_moved)
+    def batch_set_v2(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[Any, list[bool]]:
+        """Stores pages of side pools from their slots; see `batch_set_v1`."""
+        return self._sides.set(transfers, getattr(extra_info, "prefix_keys", None) or ())
 
     @answers(_nothing)
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
@@ -210,13 +285,19 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     @answers(_nothing)
     def clear(self) -> None:
         """Deletes every page of this model, in all tiers, also those of other servers of it."""
-        if self._store is not None:
-            self._store.clear()
+        for store in self._stores:
+            with kept_inside("clearing a pool"):
+                store.clear()
 
     @property
     def state(self) -> StoreState | None:
-        """Whether pages can be found now, and why not; None before a host pool is registered."""
-        return None if self._store is None else self._store.state
+        """Whether pages can be found now, and why not; None before a host pool is registered. With
+        side pools the first reason of any.
+        """
+        states = [store.state for store in self._stores]
+        return next((state for state in states if state is not StoreState.OPEN), None) or next(
+            iter(states), None
+        )
 
     @answers(_nothing)
     def get_stats(self) -> Any:
@@ -235,14 +316,16 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     @answers(_nothing)
     def pause(self) -> None:
         """See kvtier_sglang.weights: an online update begins."""
-        if self._store is not None:
-            self._store.pause()
+        for store in self._stores:
+            store.pause()
 
     @answers(_nothing)
     def resume(self, weights: str) -> None:
         """See kvtier_sglang.weights: from now on the weights have this name."""
-        if self._store is not None:
-            self._store.resume(_revision(self._options, self._served, weights))
+        budget = Budget(self._options.set_deadline)
+        for store in self._stores:
+            with kept_inside("going on with a pool"):
+                store.resume(_revision(self._options, self._served, weights), budget)
 
     @answers(_nothing)
     def close(self) -> None:
@@ -250,7 +333,13 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if self._events is not None:
             self._events.close()
         self._store = None
+        self._sides.drop()
         self._connection.close()
+
+    @property
+    def _stores(self) -> list[PageStore]:
+        """Of the primary pool and those beside it."""
+        return [] if self._store is None else [self._store, *self._sides.stores]
 
     def _publisher(self, store: PageStore, parts: Sequence[PartLayout]) -> EventPublisher | None:
         """Of KV events: one for all ranks of a replica. Raises InvalidConfigValue, MissingExtra."""

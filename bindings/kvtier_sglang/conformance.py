@@ -7,6 +7,8 @@ and answers with a Verdict. Nothing is known of the backend but its methods.
     for check in CHECKS:
         print(check.name, check.run(bench))
 
+Those of interface v2, for side pools, are in kvtier_sglang.conformance_v2.
+
 One thread. Pages are compared through `get_data_page` of the pool, so that every layout will do.
 """
 
@@ -15,14 +17,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["CHECKS", "Attached", "Bench", "Check", "Result", "Server", "Verdict"]
+__all__ = [
+    "CHECKS",
+    "Attached",
+    "Bench",
+    "Check",
+    "NotRun",
+    "Result",
+    "Server",
+    "Verdict",
+    "is_same",
+    "keys_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What one server is, as far as it changes what pages mean. `dtype` as torch names it."""
+    """What one server is, as far as it changes what pages mean. `dtype` as torch names it. `sides`
+    are its side pools by SGLang's names; with `is_latent` its attention has latents and no heads.
+    `side_dtype` and `side_layers` are of the side pools.
+    """
 
     dtype: str = "bfloat16"
     mem_layout: str = "page_first_direct"
@@ -30,6 +46,10 @@ class Server:
     model: str = "model"
     tp_rank: int = 0
     tp_size: int = 1
+    is_latent: bool = False
+    sides: tuple[str, ...] = ()
+    side_dtype: str = "bfloat16"
+    side_layers: int = 2
 
 
 class Attached(Protocol):
@@ -69,16 +89,21 @@ class Result:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    name: str
-    body: Callable[[Bench], str | None]
+B = TypeVar("B")
 
-    def run(self, bench: Bench) -> Result:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check(Generic[B]):
+    """`B` is the kind of bench that it needs."""
+
+    name: str
+    body: Callable[[B], str | None]
+
+    def run(self, bench: B) -> Result:
         """An exception of the backend is a failure: SGLang would lose a thread by it."""
         try:
             found = self.body(bench)
-        except _NotRun as reason:
+        except NotRun as reason:
             return Result(verdict=Verdict.NOT_RUN, reason=str(reason))
         except (RuntimeError, ValueError, TypeError, LookupError, OSError, AssertionError) as error:
             return Result(verdict=Verdict.FAIL, reason=f"{type(error).__name__}: {error}")
@@ -87,8 +112,8 @@ class Check:
         return Result(verdict=Verdict.FAIL, reason=found)
 
 
-class _NotRun(Exception):
-    pass
+class NotRun(Exception):
+    """The bench cannot do what a check needs."""
 
 
 def keys_of(prompt: int, count: int) -> list[str]:
@@ -101,7 +126,7 @@ def page(attached: Attached, place: int) -> Any:
     return attached.pool.get_data_page(place * attached.page_size).clone()
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     return bool(one.shape == other.shape and one.dtype == other.dtype and one.equal(other))
 
 
@@ -114,7 +139,7 @@ def _bytes_come_back(bench: Bench) -> str | None:
     if other.get(keys, [4, 5, 6, 7]) != [True] * 4:
         return "a page that was stored is a miss"
     for written, read in zip([3, 0, 2, 1], [4, 5, 6, 7], strict=True):
-        if not _is_same(page(one, written), page(other, read)):
+        if not is_same(page(one, written), page(other, read)):
             return f"page {written} came back with other bytes"
     return None
 
@@ -170,7 +195,7 @@ def _damage_is_a_miss(bench: Bench) -> str | None:
     one.set(keys, [0])
     content = bytes(page(one, 0).flatten()[:64].clone().untyped_storage())
     if not bench.damage(keys[0], content):
-        raise _NotRun("the bench cannot reach the stored bytes")
+        raise NotRun("the bench cannot reach the stored bytes")
     return None if one.get(keys, [1]) == [False] else "a page with a changed byte counts as a hit"
 
 
@@ -194,7 +219,7 @@ def _clear_deletes(bench: Bench) -> str | None:
 
 _PLAIN = Server()
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[Check[Bench], ...] = (
     Check(name="bytes come back", body=_bytes_come_back),
     Check(name="exists is a leading run", body=_exists_is_a_leading_run),
     Check(name="absent pages are misses", body=_absent_pages_are_misses),

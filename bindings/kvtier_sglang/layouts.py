@@ -43,11 +43,14 @@ _SCALED: Final = frozenset({"bfloat16", "float16", "float32"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Which model made the pages. `kv_format` is a name that kvtier.Segment takes."""
+    """Which model made the pages. `kv_format` is a name that kvtier.Segment takes, and so is
+    `kv_compute`, the format of the KV that attention read meanwhile: the same where it is empty.
+    """
 
     model_id: str
     weights_revision: str
     kv_format: str
+    kv_compute: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +149,7 @@ def part_layouts(shape: PoolShape, identity: Identity, ranks: Ranks) -> tuple[Pa
             model_id=identity.model_id,
             revision=identity.weights_revision,
             page_tokens=shape.page_tokens,
-            kv_compute=identity.kv_format,
+            kv_compute=identity.kv_compute or identity.kv_format,
             storage_order=order,
             shard_count=shards,
             shard=shard,

@@ -8,7 +8,7 @@ scheduler. Only processes that have a scheduler are hooked; without a kvtier bac
 a name up to date and do nothing else: ranks are not asked then.
 
 Hooks run in the scheduler's thread, but for `query_storage`. Written for SGLang 0.5.23; what an
-older one does not have is left out.
+older one does not have (the sessions of updates, up to 0.5.20) is left out.
 """
 
 from __future__ import annotations
@@ -199,8 +199,10 @@ def _outcome_of(manager: Any, request: Any, output: Any) -> Outcome:
     message = str(output.message)
     if message.endswith(_NO_SESSION):
         return Outcome.UNTOUCHED
-    # With a draft model the weights of the target were loaded when the draft's cannot be.
-    is_only_one = len(manager._select_runners()) == 1
+    # With a draft model the weights of the target were loaded when the draft's cannot be. SGLang
+    # 0.5.20 does not say whether there is one.
+    runners: list[Any] = getattr(manager, "_select_runners", list)()
+    is_only_one = len(runners) == 1
     if hasattr(request, "model_path") and is_only_one and message.startswith(_NOTHING_TO_LOAD):
         return Outcome.UNTOUCHED
     return Outcome.DOUBTFUL

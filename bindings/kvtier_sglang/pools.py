@@ -34,7 +34,9 @@ def shape_of(pool: Any, name: str = "kv") -> PoolShape:
         first_layer=pool.start_layer or 0,
         heads=1 if is_latent else pool.head_num,
         key_dim=pool.kv_cache_dim if is_latent else pool.head_dim,
-        value_dim=0 if is_latent else pool.v_head_dim,
+        # Up to 0.5.21 only pools that have values of another size than keys say so. One without
+        # values has another form, which rows_of looks at.
+        value_dim=0 if is_latent else getattr(pool, "v_head_dim", pool.head_dim),
         row_form=".".join(filter(None, row_forms)),
     )
 
@@ -90,7 +92,7 @@ def _refuse_others(pool: Any) -> None:
     kind = type(pool).__name__
     wanted = ["layout", "page_size", "page_num", "layer_num", "start_layer", "dtype", "kv_buffer"]
     if not hasattr(pool, "kv_cache_dim"):
-        wanted += ["head_num", "head_dim", "v_head_dim"]
+        wanted += ["head_num", "head_dim"]
     missing = [name for name in wanted if not hasattr(pool, name)]
     is_split = getattr(pool, "_native_buffers", None) is not None
     reasons = {

@@ -1,29 +1,65 @@
 """All that the backend takes from SGLang, in one place. Only `plugin` imports it too.
 
-Written for 0.5.23.
+Written for 0.5.23, read against 0.5.20 to 0.5.22. What is needed is looked for by name when a
+backend is made: an SGLang without it is refused, and says what it lacks. Nothing is assumed of a
+setting that is not there, for each is part of what pages mean.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
 
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    HiCacheStorageConfig,
-    HiCacheStorageExtraInfo,
-)
-from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_model, get_serving
+from kvtier_sglang.errors import UnsupportedSglang
+
+_REMEDY: Final = "use SGLang 0.5.20 to 0.5.23, or run without --hicache-storage-backend"
+
+
+def _version() -> str:
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+try:
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorage,
+        HiCacheStorageConfig,
+        HiCacheStorageExtraInfo,
+        PoolTransfer,
+        PoolTransferResult,
+    )
+    from sglang.srt.observability.metrics_collector import StorageMetrics
+    from sglang.srt.runtime_context import get_exec, get_model, get_serving, get_spec
+except ImportError as error:
+    raise UnsupportedSglang(f"SGLang {_version()}: {error}", remedy=_REMEDY) from error
 
 __all__ = [
     "HiCacheStorage",
     "HiCacheStorageConfig",
     "HiCacheStorageExtraInfo",
+    "PoolTransfer",
+    "PoolTransferResult",
     "ServedModel",
     "StorageMetrics",
+    "draft_model",
+    "require_sglang",
     "served_model",
+    "state_kernels",
+    "transfer_result",
 ]
+
+_METHODS: Final = ("register_mem_pool_host", "register_mem_host_pool_v2", "batch_exists",
+                   "batch_get_v1", "batch_set_v1", "batch_exists_v2", "batch_get_v2",
+                   "batch_set_v2")  # fmt: skip
+_CONFIG: Final = ("tp_rank", "tp_size", "pp_rank", "pp_size", "is_mla_model",
+                  "enable_storage_metrics", "model_name", "extra_config")  # fmt: skip
+_TRANSFER: Final = ("name", "keys", "host_indices", "hit_policy")
+_KERNELS: Final = ("mamba_backend", "linear_attn_backend", "linear_attn_decode_backend",
+                   "linear_attn_prefill_backend")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +76,19 @@ class ServedModel:
     kv_scales: str
 
 
+def require_sglang() -> None:
+    """Raises UnsupportedSglang naming what this version lacks."""
+    looked_at = [(HiCacheStorage, name) for name in _METHODS]
+    missing = [f"{kind.__name__}.{name}" for kind, name in looked_at if not hasattr(kind, name)]
+    for kind, names in ((HiCacheStorageConfig, _CONFIG), (PoolTransfer, _TRANSFER)):
+        known = {field.name for field in fields(kind)}
+        missing += [f"{kind.__name__}.{name}" for name in names if name not in known]
+    if missing:
+        raise UnsupportedSglang(f"SGLang {_version()} has no {', '.join(missing)}", remedy=_REMEDY)
+
+
 def served_model() -> ServedModel:
-    """Of this process's server, as its configuration is now."""
+    """Of this process's server, as its configuration is now. Raises UnsupportedSglang."""
     model, serving = get_model(), get_serving()
     return ServedModel(
         path=_text(model, "model_path"),
@@ -52,6 +99,31 @@ def served_model() -> ServedModel:
     )
 
 
+def draft_model() -> str:
+    """Which model drafts; empty where it is a part of the served one. Raises UnsupportedSglang."""
+    names = ("speculative_draft_model_path", "speculative_draft_model_revision")
+    return " ".join(filter(None, (_text(get_spec(), name) for name in names)))
+
+
+def state_kernels() -> str:
+    """What computes the states of linear attention: kernels differ in how they lay them out.
+    Raises UnsupportedSglang.
+    """
+    return " ".join(_text(get_exec().mamba, name) or "-" for name in _KERNELS)
+
+
+def transfer_result(pages: int, by_pool: Mapping[Any, int], lengths: list[int]) -> Any:
+    """A PoolTransferResult. Up to 0.5.22 it has no place for all lengths that can be restored; what
+    ranks then agree on may be none, and is a miss when it is read.
+    """
+    result = PoolTransferResult(kv_hit_pages=pages, extra_pool_hit_pages=dict(by_pool))
+    if hasattr(result, "restorable_prefix_pages"):
+        result.restorable_prefix_pages = lengths
+    return result
+
+
 def _text(bag: Any, name: str) -> str:
-    value = getattr(bag, name, None)
+    if not hasattr(bag, name):
+        raise UnsupportedSglang(f"SGLang {_version()} has no setting {name}", remedy=_REMEDY)
+    value = getattr(bag, name)
     return "" if value is None else str(value)

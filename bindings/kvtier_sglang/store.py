@@ -31,6 +31,7 @@ from kvtier_sglang.at_rest import AtRest
 from kvtier_sglang.budget import Budget
 from kvtier_sglang.layouts import PartLayout
 from kvtier_sglang.leaving import Leaving, Left
+from kvtier_sglang.lookups import leading_run, presence
 from kvtier_sglang.meters import Meter
 from kvtier_sglang.options import Options
 from kvtier_sglang.states import StoreState
@@ -45,8 +46,6 @@ log = logging.getLogger(__name__)
 _REOPEN_S: Final = 1.0
 #: Moved of one part before the next part's turn.
 _RUN_BYTES: Final = 64 << 20
-_LOOKUP_FIRST: Final = 256
-_LOOKUP_MAX: Final = 8192
 #: A flat page's memory is cut into objects in the order of the parts.
 _Memory = Any
 
@@ -114,43 +113,50 @@ class PageStore:
         """Fingerprints of what is served now, one for each part; none while it is paused."""
         return tuple(part.namespace.fingerprint for part in self._parts or ())
 
-    def exists(self, hashes: Sequence[str]) -> int:
-        """How many pages from the first on are there now.
-
-        SGLang asks for all pages of a prompt at once, 16,384 for a million tokens, and a run ends
-        early more often than not: so a few are looked up first, then ever more.
+    def exists(self, hashes: Sequence[str], budget: Budget | None = None) -> int:
+        """How many pages from the first on are there now. Here and below, `budget` is the time of a
+        call over several stores.
         """
-        budget = Budget(self._options.exists_deadline)
         parts = self._present()
-        done, step = 0, _LOOKUP_FIRST
-        while done < len(hashes) and self._is_open(parts):
-            some = parts[0].namespace.keys_from(hashes[done : done + step])
-            count = len(some)
-            for part in parts:
-                if not count or budget.left <= 0:
-                    return done
-                count = part.namespace.lookup(some[:count], deadline=budget.left).prefix
-            done += count
-            if count < len(some):
-                break
-            step = min(4 * step, _LOOKUP_MAX)
-        return done
+        return leading_run(
+            [part.namespace for part in parts],
+            hashes,
+            budget or Budget(self._options.exists_deadline),
+            lambda: self._is_open(parts),
+        )
 
-    def get(self, hashes: Sequence[str], places: Sequence[int]) -> list[bool]:
+    def present(self, hashes: Sequence[str], budget: Budget | None = None) -> list[bool]:
+        """Of each page whether it is there now, also behind gaps."""
+        if not (parts := self._present()):
+            return [False] * len(hashes)
+        return presence(
+            [part.namespace for part in parts],
+            hashes,
+            budget or Budget(self._options.exists_deadline),
+            lambda: self._is_open(parts),
+        )
+
+    def get(
+        self, hashes: Sequence[str], places: Sequence[int], budget: Budget | None = None
+    ) -> list[bool]:
         """Pages to these places of the pool. After the first miss everything counts as one."""
-        return self._get(hashes, [(rows, places) for rows in self._rows])
+        return self._get(hashes, [(rows, places) for rows in self._rows], budget)
 
     def get_flat(self, hashes: Sequence[str], targets: Sequence[_Memory]) -> list[bool]:
         """Pages to memory outside the pool, one flat tensor each."""
         return self._get(hashes, [(rows, None) for rows in self._cut(targets)])
 
     def set(
-        self, hashes: Sequence[str], places: Sequence[int], before: Sequence[str] = ()
+        self,
+        hashes: Sequence[str],
+        places: Sequence[int],
+        before: Sequence[str] = (),
+        budget: Budget | None = None,
     ) -> list[bool]:
         """Stores pages from these places of the pool. `before` are the hashes of the prompt's pages
         before the first. After the first page that is not stored nothing is.
         """
-        return self._set(hashes, [(rows, places) for rows in self._rows], before)
+        return self._set(hashes, [(rows, places) for rows in self._rows], before, budget)
 
     def set_flat(self, hashes: Sequence[str], sources: Sequence[_Memory]) -> list[bool]:
         """Stores pages from memory outside the pool, one flat tensor each."""
@@ -177,13 +183,13 @@ class PageStore:
             self._switches += 1
             self._is_wanted, self._parts = False, None
 
-    def resume(self, weights_revision: str) -> None:
+    def resume(self, weights_revision: str, budget: Budget | None = None) -> None:
         """Goes on with the pages of these weights. If they are others than before, the pages of
         those before are ended, of all ranks and servers: whoever still has those weights stores
         them anew. Where the daemon does not answer they stay until it does, and as long nothing is
         found under their name here.
         """
-        budget = Budget(self._options.set_deadline)
+        budget = budget or Budget(self._options.set_deadline)
         if weights_revision != self._layouts[0].weights_revision:
             self.pause()
             self._leaving.leave(
@@ -256,9 +262,12 @@ class PageStore:
         return made
 
     def _get(
-        self, hashes: Sequence[str], memory: Sequence[tuple[_Memory, Sequence[int] | None]]
+        self,
+        hashes: Sequence[str],
+        memory: Sequence[tuple[_Memory, Sequence[int] | None]],
+        budget: Budget | None = None,
     ) -> list[bool]:
-        budget = Budget(self._options.get_deadline)
+        budget = budget or Budget(self._options.get_deadline)
         if not (parts := self._present()):
             return [False] * len(hashes)
         keys = parts[0].namespace.keys_from(hashes)
@@ -292,8 +301,9 @@ class PageStore:
         hashes: Sequence[str],
         memory: Sequence[tuple[_Memory, Sequence[int] | None]],
         before: Sequence[str],
+        budget: Budget | None = None,
     ) -> list[bool]:
-        budget = Budget(self._options.set_deadline)
+        budget = budget or Budget(self._options.set_deadline)
         if not (parts := self._present()):
             return [False] * len(hashes)
         keys = parts[0].namespace.keys_from(hashes)
@@ -302,8 +312,7 @@ class PageStore:
 
         def ask(number: int, begin: int, end: int) -> int:
             rows, places = memory[number]
-            namespace = parts[number].namespace
-            stored = namespace.put(
+            stored = parts[number].namespace.put(
                 keys[begin:end],
                 rows if places is not None else rows[begin:end],
                 at=None if places is None else places[begin:end],
@@ -312,11 +321,7 @@ class PageStore:
                 deadline=budget.left,
                 codec=self._at_rest.codec,
             )
-            outcomes = stored.counts()
-            news[number] += outcomes.get(kvtier.PutCode.STORED, 0)
-            if kvtier.PutCode.STALE_GENERATION in outcomes:
-                # The client takes it from a lookup alone that the namespace has ended.
-                namespace.lookup(keys[begin : begin + 1], deadline=self._options.exists_deadline)
+            news[number] += stored.counts().get(kvtier.PutCode.STORED, 0)
             return stored.prefix
 
         count = self._in_runs(parts, len(keys), budget, ask)

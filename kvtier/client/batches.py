@@ -21,7 +21,7 @@ from kvtier.client.codec_thread import unpack
 from kvtier.client.reading import Part, Reader
 from kvtier.client.results import GetResult
 from kvtier.client.settings import Verify
-from kvtier.core.page import Codec, DeleteCode, GetCode
+from kvtier.core.page import KEY_BYTES, Codec, DeleteCode, GetCode
 from kvtier.errors import (
     Busy,
     CorruptPage,
@@ -56,6 +56,7 @@ __all__ = [
     "get_code",
     "got",
     "keys_per_call",
+    "learn_generation",
     "known_codes",
     "limits_of",
     "lookup",
@@ -271,6 +272,20 @@ def limits_of(ns: AsyncNamespace) -> Capabilities:
 def _learn(ns: AsyncNamespace, codes: bytes, opened: OpenedNamespace) -> None:
     if GetCode.STALE in codes:
         ns.learn(GetCode.STALE, opened)
+
+
+async def learn_generation(ns: AsyncNamespace, opened: OpenedNamespace, deadline: Deadline) -> None:
+    """Has `ns` learn whether the generation of this handle has ended. A put that is STALE does not
+    say: the slot of one page may have been taken from it.
+    """
+    try:
+        found = await ns.link.plane.lookup(opened.handle, [bytes(KEY_BYTES)], Hints(), deadline)
+    except StaleGeneration:
+        ns.learn(GetCode.STALE, opened)
+    except KvtierError:
+        return  # the next call finds out
+    else:
+        _learn(ns, found.codes, opened)
 
 
 def get_code(error: KvtierError) -> GetCode:

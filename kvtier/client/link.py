@@ -5,7 +5,7 @@ Promise: a call on a closed connection or in a forked child is refused at once; 
 that has stopped answering are refused at once after a few have waited in vain, so that an engine
 does not pay its deadline again and again; a session that the daemon no longer knows is opened anew.
 One shard of a family has one handle, however often it is opened: a daemon gives a session only so
-many.
+many. How many are remembered is bounded.
 
 Belongs to the event loop of its connection, but for `check_usable`, which any thread may call.
 """
@@ -50,6 +50,9 @@ __all__ = ["Link", "Within", "locked"]
 Within: TypeAlias = float | Deadline | None
 
 _CLOSE_S_MAX: Final = 0.5
+#: Handles that are remembered, those used last. The daemon gives a session the same one again for
+#: what it has open, so that forgetting one costs a call.
+_HANDLES_MAX: Final = 256
 
 
 class _Breaker:
@@ -171,11 +174,19 @@ class Link:
                         self._handles.clear()
                         self.unflushed.session_ended()
                     self._session_id = opened.session_id
-                    self._handles[key] = opened
+                    self._remember(key, opened)
                 if self._limits is None or self._limits[0] != opened.boot_id:
                     self._limits = (opened.boot_id, await self.plane.capabilities(deadline))
                 self.local.offered(self._limits[1].local_socket, opened.boot_id)
             return opened, self._limits[1]
+
+    def _remember(self, key: tuple[bytes, Shard], opened: OpenedNamespace) -> None:
+        """An engine that leaves a family for the next with every update of its weights would
+        otherwise remember all of them.
+        """
+        self._handles[key] = opened
+        while len(self._handles) > _HANDLES_MAX:
+            del self._handles[next(iter(self._handles))]
 
     def forget(self, opened: OpenedNamespace) -> None:
         """The daemon does not know this handle any more, or calls it stale."""
@@ -222,6 +233,8 @@ class Link:
         if is_stale:
             self.forget(opened)
             return None
+        # Last again, among those that are used.
+        self._handles[key] = self._handles.pop(key, opened)
         return opened
 
     async def _open(

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvtier.client.arguments import PutCall
-from kvtier.client.batches import limits_of
+from kvtier.client.batches import learn_generation, limits_of
 from kvtier.client.codec_thread import pack
 from kvtier.client.local_puts import LocalPuts
 from kvtier.client.results import PutResult
@@ -135,6 +135,8 @@ async def finish_put(ns: AsyncNamespace, call: PutCall, begun: BegunPut) -> None
         async with aclosing(writer.pages(some, opened, deadline, sent)) as pages:
             unsure = writer.take(await ns.link.plane.put(opening, pages, deadline), sent)
         ns.link.stored(opened, unsure)
+        if any(writer.codes[index] == PutCode.STALE_GENERATION for index in sent):
+            await learn_generation(ns, opened, deadline)
         return len(some)
 
     while done < len(indices):

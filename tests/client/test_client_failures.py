@@ -219,6 +219,25 @@ def test_a_bump_by_someone_else_is_stale_until_reopened(ns, kv, daemon, layout, 
     assert ns.put(keys, pages).stored == 2
 
 
+def test_a_put_that_is_stale_makes_its_namespace_so(ns, daemon, make_pages):
+    keys = ns.keys(range(8))
+    daemon.bump(ns.fingerprint)
+    assert ns.put(keys, make_pages(2)).reasons == [PutCode.STALE_GENERATION] * 2
+    assert ns.is_stale
+    assert ns.reopen() == 2
+    assert ns.put(keys, make_pages(2)).stored == 2
+    assert not ns.is_stale
+
+
+def test_one_stale_page_of_a_present_namespace_does_not(ns, daemon, make_pages):
+    keys = ns.keys(range(8))
+    daemon.put_codes[keys[0]] = int(PutCode.STALE_GENERATION)
+    reasons = [PutCode.STALE_GENERATION, PutCode.STORED]
+    assert ns.put(keys, make_pages(2)).reasons == reasons
+    assert not ns.is_stale
+    assert ns.get(keys[1:]).hits == 1
+
+
 def test_a_bump_during_a_restart_is_stale_too(ns, daemon, make_pages):
     keys = ns.keys(range(4))
     ns.put(keys, make_pages(1))

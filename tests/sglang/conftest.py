@@ -18,6 +18,13 @@ def daemon(forker):
         yield running
 
 
+@pytest.fixture
+def roomy(forker):
+    """With room for pages of several sizes: each has slabs of its own."""
+    with daemon_of_its_own(forker, "host.bytes=512MiB") as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def model() -> Path:
     """A small model's directory."""

@@ -9,30 +9,34 @@ import mmap
 from pathlib import Path
 from typing import Any
 
+import host_pools
 import shim
 import torch
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from kvtier_sglang.conformance import Server
+from kvtier_sglang.conformance_v2 import Asked, Hits
 
 __all__ = ["HiCacheBench"]
 
-_PAGE, _TOKENS, _LAYERS, _HEADS, _DIM = 16, 256, 2, 2, 32
-_BUDGET_BYTES = 1 << 30
-
 
 class AttachedBackend:
-    """A kvtier_sglang.conformance.Attached."""
+    """A kvtier_sglang.conformance.Attached, and a SideAttached of conformance_v2."""
 
-    def __init__(self, backend: Any, pool: Any, *, is_v1: bool) -> None:
+    def __init__(
+        self, backend: Any, pool: Any, sides: dict[str, Any] | None = None, *, is_v1: bool
+    ) -> None:
         self.backend = backend
         self.pool = pool
+        self.sides = sides or {}
         self.pages = pool.page_num
         self.page_size = pool.page_size
         self._is_v1 = is_v1
@@ -52,10 +56,46 @@ class AttachedBackend:
                 self.pool.set_from_flat_data_page(place * self.page_size, page)
         return [page is not None for page in found]
 
-    def _slots(self, places: list[int]) -> torch.Tensor:
-        return torch.cat(
-            [torch.arange(at * self.page_size, (at + 1) * self.page_size) for at in places]
+    def exists_v2(self, keys: list[str], *asked: Asked) -> Hits:
+        transfers = [
+            PoolTransfer(
+                name=PoolName(one.pool),
+                keys=None if one.window is None else ["" for _ in range(one.window)],
+                hit_policy=PoolHitPolicy.ALL_PAGES
+                if one.window is None
+                else PoolHitPolicy.TRAILING_PAGES,
+            )
+            for one in asked
+        ]
+        found = self.backend.batch_exists_v2(keys, transfers)
+        by_pool = {str(name): pages for name, pages in found.extra_pool_hit_pages.items()}
+        return Hits(
+            pages=found.kv_hit_pages, by_pool=by_pool, lengths=found.restorable_prefix_pages
         )
+
+    def set_v2(self, pool: str, keys: list[str], places: list[int]) -> list[bool]:
+        return self.backend.batch_set_v2([self._transfer(pool, keys, places)])[pool]
+
+    def get_v2(self, pool: str, keys: list[str], places: list[int]) -> list[bool]:
+        return self.backend.batch_get_v2([self._transfer(pool, keys, places)])[pool]
+
+    def cut_v2(self, pool: str, keys: list[str]) -> dict[str, list[bool]]:
+        transfer = self._transfer(pool, keys, list(range(len(keys))))
+        transfer.host_indices = transfer.host_indices[:-1]
+        found = self.backend.batch_get_v2([transfer])
+        return {str(name): hits for name, hits in found.items()}
+
+    def side_page(self, pool: str, place: int) -> torch.Tensor:
+        side = self.sides[pool]
+        return side.get_data_page(place * side.page_size).clone()
+
+    def _transfer(self, pool: str, keys: list[str], places: list[int]) -> PoolTransfer:
+        slots = self._slots(places, self.sides[pool].page_size)
+        return PoolTransfer(name=PoolName(pool), keys=keys, host_indices=slots)
+
+    def _slots(self, places: list[int], page: int = 0) -> torch.Tensor:
+        size = page or self.page_size
+        return torch.cat([torch.arange(at * size, (at + 1) * size) for at in places])
 
 
 class HiCacheBench:
@@ -74,11 +114,11 @@ class HiCacheBench:
 
     def attach(self, server: Server) -> AttachedBackend:
         set_global_server_args_for_scheduler(
-            ServerArgs(model_path="dummy", page_size=_PAGE, device="cpu")
+            ServerArgs(model_path="dummy", page_size=host_pools.PAGE, device="cpu")
         )
         shim.state_ranks()
         get_context().override("conformance", weight_version=server.weight_version)
-        pool = _host_pool(server, seed=1000 * self._seed + len(self._made))
+        pool, sides = _host_pools(server, seed=1000 * self._seed + len(self._made))
         config = HiCacheStorageConfig(
             tp_rank=server.tp_rank,
             tp_size=server.tp_size,
@@ -86,17 +126,19 @@ class HiCacheBench:
             pp_size=1,
             attn_cp_rank=0,
             attn_cp_size=1,
-            is_mla_model=False,
+            is_mla_model=server.is_latent,
             enable_storage_metrics=True,
             is_page_first_layout=server.mem_layout == "page_first",
             model_name=server.model,
             extra_config=self._extra | {"kvtier_model_id": server.model},
         )
         made = StorageBackendFactory.create_backend(self._backend, config, pool)
-        made.register_mem_pool_host(pool)
-        made.on_host_pools_registered()
         self._made.append(made)
-        return AttachedBackend(made, pool, is_v1=bool(self._extra.get("interface_v1")))
+        made.register_mem_pool_host(pool)
+        for name, side in (("kv", pool), *sides.items()):
+            made.register_mem_host_pool_v2(side, PoolName(name))
+        made.on_host_pools_registered()
+        return AttachedBackend(made, pool, sides, is_v1=bool(self._extra.get("interface_v1")))
 
     def damage(self, key: str, content: bytes) -> bool:
         path = self._storage
@@ -115,36 +157,18 @@ class HiCacheBench:
                 backend.close()
 
 
-def _host_pool(server: Server, seed: int) -> Any:
-    dtype = getattr(torch, server.dtype)
-    layers = tuple(torch.zeros((_TOKENS, _HEADS, _DIM), dtype=dtype) for _ in range(_LAYERS))
-    places = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.int64)
-    info = MHABufferInfo(
-        buffers=KVBuffers(
-            k=layers,
-            v=layers,
-            k_data_ptrs=places,
-            v_data_ptrs=places,
-            layout=KVBufferLayout.NHD,
-        ),
-        page_size=_PAGE,
-        head_num=_HEADS,
-        head_dim=_DIM,
-        v_head_dim=_DIM,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
-    with host_memory_budget_scope(_BUDGET_BYTES):
-        pool = MHATokenToKVPoolHost(
-            info,
-            1.0,
-            0,
-            _PAGE,
-            server.mem_layout,
-            device_capacity_tokens=_TOKENS,
-            start_layer=0,
-            end_layer=_LAYERS,
-        )
-    made = torch.Generator().manual_seed(seed)
-    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=made))
-    return pool
+def _host_pools(server: Server, seed: int) -> tuple[Any, dict[str, Any]]:
+    """The primary pool and those beside it."""
+    make = host_pools.latent_pool if server.is_latent else host_pools.heads_pool
+    primary = make(server.mem_layout, dtype=server.dtype, seed=seed)
+    given = {"dtype": server.side_dtype, "layers": server.side_layers, "seed": seed + 1}
+    sides = {}
+    for name in server.sides:
+        if name == "mamba":
+            sides[name] = host_pools.states_pool(server.mem_layout, **given)
+        elif name == "indexer":
+            layers = server.side_layers
+            sides[name] = host_pools.indexer_pool(primary, layers=layers, seed=seed + 1)
+        else:
+            sides[name] = host_pools.heads_pool(server.mem_layout, **given)
+    return primary, sides

@@ -18,9 +18,11 @@ __all__ = [
     "PAGE",
     "PAGES",
     "hashes",
+    "index_pool",
     "latent_pool",
     "pool_with_heads",
     "slots_of",
+    "states_pool",
     "store_for",
 ]
 
@@ -53,6 +55,39 @@ def latent_pool(mem_layout: str, *, seed: int = 0, dim: int = 80) -> Any:
         "page_first_direct": (PAGES, LAYERS, PAGE, 1, dim),
     }
     return _pool(mem_layout, _random(forms[mem_layout], seed), PAGES, kv_cache_dim=dim)
+
+
+def states_pool(*, seed: int = 0, layers: int = LAYERS, conv: tuple[int, ...] = (6, 3)) -> Any:
+    """Of linear attention: a slot a page."""
+    temporal = _random((PAGES, layers, 1, 2, 4, 4), seed).to(torch.float32)
+    convolved = [_random((PAGES, layers, 1, *conv), seed + 1)]
+    return SimpleNamespace(
+        layout="page_first_direct",
+        page_size=1,
+        page_num=PAGES,
+        num_mamba_layers=layers,
+        dtype=torch.bfloat16,
+        temporal_buffer=temporal,
+        conv_buffer=convolved,
+        slot_state_buffers=[_random((PAGES, 5), seed + 2)],
+        kv_buffer=[temporal, *convolved],
+    )
+
+
+def index_pool(mem_layout: str, *, seed: int = 0, stride: int = 24) -> Any:
+    """Of an indexer: bytes, a row a page and layer."""
+    form = (LAYERS, PAGES, stride) if mem_layout == "layer_first" else (PAGES, LAYERS, 1, stride)
+    made = torch.Generator().manual_seed(seed)
+    return SimpleNamespace(
+        layout=mem_layout,
+        page_size=PAGE,
+        page_num=PAGES,
+        layer_num=LAYERS,
+        target_layer_num=LAYERS,
+        dtype=torch.uint8,
+        index_k_with_scale_buffer=torch.randint(0, 256, form, generator=made, dtype=torch.uint8),
+        device_pool=SimpleNamespace(index_head_dim=16, quant_block_size=16),
+    )
 
 
 def store_for(

@@ -46,9 +46,17 @@ class Walks:
         """A fresh engine that asks storage for the prompt."""
         return self._walk("read", setup)
 
+    def read_by(self, **setup: Any) -> dict[str, Any]:
+        """As `read`, and which way the bytes came."""
+        return self._walk("read by", setup)
+
     def conform(self, **setup: Any) -> dict[str, Any]:
         """The verdict of each conformance check, and its reason."""
         return self._walk("conform", setup)
+
+    def differ(self, **setup: Any) -> dict[str, Any]:
+        """What the same random calls came to; see hicache_walks.differ."""
+        return self._walk("differ", setup)
 
     @property
     def log(self) -> str:

@@ -9,6 +9,7 @@ import pytest
 from sglang_rig import needs_sglang
 
 import kvtier
+from tests.forks import daemon_of_its_own
 
 pytestmark = [needs_sglang, pytest.mark.timeout(240)]
 
@@ -47,6 +48,26 @@ def test_a_fresh_engine_finds_every_byte(daemon, walks, layout, is_mla, interfac
         pages = 128 // 16 * (1 if is_mla else 2)
         assert kv.status().tiers[0].pages_sealed == pages
     assert walks.read(**setup) == FOUND
+
+
+@pytest.fixture(params=["local", "grpc"])
+def plane(request, forker):
+    """The name of a plane, and a daemon that clients reach by it."""
+    switch = {"local": "on", "grpc": "off"}[request.param]
+    with daemon_of_its_own(forker, "host.bytes=64MiB", f"local.plane={switch}") as running:
+        yield request.param, running
+
+
+@pytest.mark.parametrize("allocator", ["default", "shm"])
+@pytest.mark.parametrize("is_mla", [False, True], ids=["mha", "mla"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_by_every_plane_and_to_every_kind_of_host_memory(plane, walks, layout, is_mla, allocator):
+    name, daemon = plane
+    setup = {"layout": layout, "is_mla": is_mla, "extra": extra(daemon, allocator=allocator)}
+    wrote = walks.write(**setup)
+    assert {key: wrote.get(key) for key in WRITTEN} == WRITTEN, wrote
+    ways = {"local": name == "local", "memfd": allocator == "shm"}
+    assert walks.read_by(**setup) == FOUND | ways
 
 
 def test_other_bytes_would_be_seen(daemon, walks):

@@ -135,10 +135,22 @@ def test_pools_that_cannot_be_stored_are_refused_by_name(change, said):
         shape_of(pool)
 
 
-def test_a_pool_without_values_is_refused_by_name():
-    pool = pool_with_heads("page_first_direct")
+@pytest.mark.parametrize("mem_layout", ALL)
+def test_a_pool_whose_keys_and_values_are_of_one_size_need_not_say_so(mem_layout):
+    """As in SGLang up to 0.5.21."""
+    pool = pool_with_heads(mem_layout)
+    right = shape_of(pool)
     del pool.v_head_dim
-    with pytest.raises(kvtier.LayoutError, match="it has no v_head_dim"):
+    assert shape_of(pool) == right
+    pool.kv_buffer = pool.kv_buffer[0]
+    with pytest.raises(kvtier.LayoutError, match="has a buffer of"):
+        rows_of(pool, shape_of(pool))
+
+
+def test_a_pool_without_heads_is_refused_by_name():
+    pool = pool_with_heads("page_first_direct")
+    del pool.head_num
+    with pytest.raises(kvtier.LayoutError, match="it has no head_num"):
         shape_of(pool)
 
 
