@@ -5,10 +5,10 @@ come from, beside computing it.
 
 SmolLM2-135M in float32 on the CPU, one request at a time, answered with one token: the time is that
 of the whole request, over HTTP. A round is one prompt under a salt of its own: computed; again,
-from the device; after another one of its length has pushed it out there, from SGLang's host pool;
+from the device; after two others of its length have pushed it out there, from SGLang's host pool;
 after /flush_cache, from kvtier's host memory; after that and a restart of the daemon, from its NVMe
 tier. Each answer says where its tokens came from, and a round in which one came from elsewhere is
-an error. The prompt that pushes it out is computed, too: it is the other half of the reference.
+an error. The prompts that push it out are computed, too, and are part of the reference.
 
 Ratios are of one round; the table has their median, the lowest and the highest. It says nothing of
 a GPU, where computing is faster and copies go over a bus.
@@ -23,7 +23,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+from tokenizers import Tokenizer
 
 import kvtier
 from benchmarks.plan import Measured, Plan, finish, parser_of, progress
@@ -37,10 +40,9 @@ from tests.sglang.server_rig import PAGE, Answer, Server, extra_config, storable
 __all__ = ["PLACES", "Round", "rows"]
 
 TOKENS, QUICK_TOKENS = 1500, 200
-#: Of the sentence below.
-TOKENS_A_SENTENCE = 18
+SENTENCE = "The keeper of the lighthouse wrote in his journal what the sea had brought. "
 #: Room on the device for one prompt, not for two.
-DEVICE_TOKENS = 2048
+DEVICE_TOKENS, QUICK_DEVICE_TOKENS = 2048, 304
 FIRST_TOKEN = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
 WAIT_S = 120.0
 TARGET = Target(bound=Bound.AT_MOST, number=0.5)
@@ -62,23 +64,26 @@ class Round:
 
 
 class Rig:
-    """A server on a daemon. `text` is the prompt, told apart by its salt."""
+    """A server on a daemon, and the text of a prompt, which is another one under another salt."""
 
-    def __init__(self, server: Server, daemon: DaemonProcess, tokens: int) -> None:
+    def __init__(self, server: Server, daemon: DaemonProcess, text: str) -> None:
         self._server = server
         self._daemon = daemon
-        sentence = "The keeper of the lighthouse wrote in his journal what the sea had brought. "
-        self._text = sentence * (tokens // TOKENS_A_SENTENCE)
+        self._text = text
 
     def round(self, number: int) -> Round:
         salt = f"round {number}"
         found: dict[str, float] = {}
+        there = self._status_of(Tier.NVME)
         first = self._ask(salt)
         _check(first, None)
         found["device"] = _ms(self._ask(salt), "device")
-        self._on_nvme(first)
-        other = self._ask(f"{salt}, the other")
-        _check(other, None)
+        pages = 2 * storable(first) // PAGE  # K and V
+        _until(lambda: self._status_of(Tier.NVME) >= there + pages, "the pages did not get to NVMe")
+        computed = [first]
+        for other in ("first", "second"):
+            computed.append(self._ask(f"{salt}, the {other} other"))
+            _check(computed[-1], None)
         found["pool"] = _ms(self._ask(salt), "pool")
         self._server.flush()
         found["host"] = _ms(self._ask(salt), "host")
@@ -86,18 +91,12 @@ class Rig:
         self._restart(number)
         before = self._counter("hit_nvme")
         found["nvme"] = _ms(self._ask(salt), "nvme")
-        pages = 2 * storable(first) // PAGE
         _until(lambda: self._counter("hit_nvme") - before >= pages, "the pages were not on NVMe")
         self._server.flush()
-        return Round(computed=(first.seconds + other.seconds) / 2 * 1e3, found=found)
+        return Round(computed=fmean(some.seconds for some in computed) * 1e3, found=found)
 
     def _ask(self, salt: str) -> Answer:
         return self._server.generate(self._text, sampling_params=FIRST_TOKEN, cache_salt=salt)
-
-    def _on_nvme(self, answer: Answer) -> None:
-        """Until its pages, K and V, survive the daemon."""
-        pages = 2 * storable(answer) // PAGE
-        _until(lambda: self._status_of(Tier.NVME) >= pages, "the pages did not get to NVMe")
 
     def _restart(self, number: int) -> None:
         """And until the server has found it again, by a prompt of its own."""
@@ -139,11 +138,10 @@ def rows(plan: Plan) -> Iterator[Measured]:
         with daemon:
             progress("sglang-ttft: a server starts")
             extra = extra_config(daemon.url)
-            # Small enough in --quick, too, that the second prompt pushes the first one out.
-            on_device = str(plan.sized(DEVICE_TOKENS, QUICK_TOKENS + 10 * PAGE))
+            on_device = str(plan.sized(DEVICE_TOKENS, QUICK_DEVICE_TOKENS))
             options = {"max_total_tokens": on_device, "hicache_ratio": "4"}
             with Server(model, Path(base) / "log", extra, **options) as server:
-                rig = Rig(server, daemon, tokens)
+                rig = Rig(server, daemon, text_of(model, tokens))
                 rig.round(0)  # what is loaded and compiled once
                 measured = []
                 for number in range(1, plan.rounds(3) + 1):
@@ -158,6 +156,12 @@ def rows(plan: Plan) -> Iterator[Measured]:
             "computing it",
             target=TARGET,
         )
+
+
+def text_of(model: Path, tokens: int) -> str:
+    """Sentences of so many tokens in all."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return str(tokenizer.decode(tokenizer.encode(SENTENCE * tokens).ids[:tokens]))
 
 
 def _ms(answer: Answer, place: str) -> float:
