@@ -20,8 +20,7 @@ import kvtier
 from kvtier_sglang.border import answers, kept_inside
 from kvtier_sglang.budget import Budget
 from kvtier_sglang.engine_metrics import EngineMetrics
-from kvtier_sglang.events.outlet import Endpoints, Outlet
-from kvtier_sglang.events.publisher import EventPublisher, EventSource
+from kvtier_sglang.events.publisher import EventPublisher, EventSource, publisher_for
 from kvtier_sglang.layouts import Identity, PartLayout, Ranks, number_format, part_layouts
 from kvtier_sglang.options import Options
 from kvtier_sglang.pools import page_places, rows_of, shape_of
@@ -346,12 +345,6 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         config, options = self._config, self._options
         if not options.events_endpoint or config.tp_rank or config.pp_rank:
             return None
-        dp_rank = getattr(config, "dp_rank", 0)
-        endpoints = Endpoints(
-            events=options.events_endpoint,
-            replay=options.events_replay_endpoint,
-            topic=options.events_topic,
-        ).checked(allows_network=options.events_allow_network, dp_rank=dp_rank)
         layout = parts[0].layout
         source = EventSource(
             url=self._connection.url,
@@ -359,9 +352,9 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             parts=len(parts),
             shards=layout.shard_count,
             block_tokens=layout.page_tokens,
-            dp_rank=dp_rank,
+            dp_rank=getattr(config, "dp_rank", 0),
         )
-        return EventPublisher(source, Outlet(endpoints))
+        return publisher_for(source, options)
 
     def _placed(self, keys: Sequence[str], host_indices: Any) -> tuple[PageStore, list[int]]:
         """Raises LayoutError for slots that are not whole pages, or without a pool."""

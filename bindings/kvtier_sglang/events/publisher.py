@@ -25,10 +25,11 @@ from kvtier.client import AsyncConnection, ResidencyKind
 from kvtier_sglang.border import kept_inside
 from kvtier_sglang.events.blocks import CHAINS, Blocks, Chain, Chains
 from kvtier_sglang.events.mirror import Mirror
-from kvtier_sglang.events.outlet import Outlet, now
+from kvtier_sglang.events.outlet import Endpoints, Outlet, now
 from kvtier_sglang.events.wire import AllBlocksCleared, BlockStored, Event, encode
+from kvtier_sglang.options import Options
 
-__all__ = ["EventPublisher", "EventSource"]
+__all__ = ["EventPublisher", "EventSource", "publisher_for"]
 
 log = logging.getLogger(__name__)
 
@@ -218,3 +219,13 @@ def _cut(events: Sequence[Event]) -> Iterator[Event]:
                 )
             else:
                 yield replace(event, hashes=hashes)
+
+
+def publisher_for(source: EventSource, options: Options) -> EventPublisher:
+    """At the addresses that the options name. Raises InvalidConfigValue, MissingExtra."""
+    endpoints = Endpoints(
+        events=options.events_endpoint,
+        replay=options.events_replay_endpoint,
+        topic=options.events_topic,
+    ).checked(allows_network=options.events_allow_network, dp_rank=source.dp_rank)
+    return EventPublisher(source, Outlet(endpoints))
