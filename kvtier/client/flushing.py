@@ -4,13 +4,14 @@ Promise: every page that was stored is in the answer of one flush. A daemon forg
 put when the session ends (by a restart, or after a long silence); the pages of such a session are
 counted as lost, unless their put said that they are durable: they may be, but nobody can say so.
 
-Belongs to the event loop of its connection.
+`flush` belongs to the event loop of its connection.
 """
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING
+from collections import Counter, deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import UnknownHandle
 from kvtier.transfer.planes.deadline import Deadline
@@ -21,42 +22,46 @@ if TYPE_CHECKING:
 
 __all__ = ["Unflushed", "flush"]
 
+_COUNTS_MAX: Final = 64
+#: No session has this number.
+_ENDED: Final = 0
+
 
 class Unflushed:
-    """Counts pages that were stored and are not known to be durable: those of the present session,
-    which the daemon counts too, and those of sessions that have ended. It has no keys: a page that
-    was put twice counts twice here. Any thread.
+    """Counts pages that were stored and are not known to be durable, by session: of the present one
+    the daemon counts too. It has no keys: a page that was put twice counts twice here.
+
+    Any thread, and without a lock: a handler of a signal may put in the middle of a put, and its
+    put is counted by another thread, which must not wait for the one that was interrupted.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a handler of a signal may put in the middle of a put
-        self._pages = 0
-        self._strays = 0
+        #: (session, pages). What a thread has taken out and not put back yet is in the next answer.
+        self._counts: deque[tuple[int, int]] = deque()
 
-    def stored(self, pages: int, *, is_present: bool) -> None:
-        """A put of the present session, or of one that has ended meanwhile."""
-        with self._lock:
-            if is_present:
-                self._pages += pages
-            else:
-                self._strays += pages
+    def stored(self, pages: int, session_id: int) -> None:
+        """A put of that session."""
+        self._counts.append((session_id, pages))
+        if len(self._counts) > _COUNTS_MAX:
+            self._counts.extend(self._taken().items())
 
-    def session_ended(self) -> None:
-        with self._lock:
-            self._strays += self._pages
-            self._pages = 0
+    def take(self, session_id: int) -> tuple[int, int]:
+        """(pages of this session, pages of all others), for a flush to account for."""
+        taken = self._taken()
+        pages = taken.pop(session_id, 0)
+        return pages, sum(taken.values())
 
-    def take(self) -> tuple[int, int]:
-        """(pages of the present session, pages of ended ones), for a flush to account for."""
-        with self._lock:
-            taken = self._pages, self._strays
-            self._pages = self._strays = 0
-            return taken
+    def give_back(self, taken: tuple[int, int], session_id: int) -> None:
+        """The flush, for which they were taken, has failed."""
+        self._counts.extend([(session_id, taken[0]), (_ENDED, taken[1])])
 
-    def give_back(self, taken: tuple[int, int], *, is_present: bool) -> None:
-        """The flush has failed. Whether the session that it began in is still the present one."""
-        self.stored(taken[0], is_present=is_present)
-        self.stored(taken[1], is_present=False)
+    def _taken(self) -> Counter[int]:
+        taken: Counter[int] = Counter()
+        with suppress(IndexError):
+            while True:
+                session_id, pages = self._counts.popleft()
+                taken[session_id] += pages
+        return taken
 
 
 async def flush(link: Link, deadline: Deadline) -> FlushResult:
@@ -64,7 +69,7 @@ async def flush(link: Link, deadline: Deadline) -> FlushResult:
     same pages and those put meanwhile.
     """
     session_id = link.session_id
-    taken = link.unflushed.take()
+    taken = link.unflushed.take(session_id)
     pages, strays = taken
     if not session_id:
         return FlushResult(pages=0, pages_lost=pages + strays)
@@ -75,6 +80,6 @@ async def flush(link: Link, deadline: Deadline) -> FlushResult:
     except UnknownHandle:
         return FlushResult(pages=0, pages_lost=pages + strays)
     except BaseException:
-        link.unflushed.give_back(taken, is_present=session_id == link.session_id)
+        link.unflushed.give_back(taken, session_id)
         raise
     return FlushResult(pages=found.pages, pages_lost=found.pages_lost + strays)

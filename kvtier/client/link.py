@@ -172,7 +172,6 @@ class Link:
                     # At once: whatever fails from here on, the session and the handle are there.
                     if opened.session_id != self._session_id:
                         self._handles.clear()
-                        self.unflushed.session_ended()
                     self._session_id = opened.session_id
                     self._remember(key, opened)
                 if self._limits is None or self._limits[0] != opened.boot_id:
@@ -195,7 +194,7 @@ class Link:
 
     def stored(self, opened: OpenedNamespace, pages: int) -> None:
         """So many pages are stored under this handle and not known to be durable."""
-        self.unflushed.stored(pages, is_present=opened.session_id == self._session_id)
+        self.unflushed.stored(pages, opened.session_id)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Goes on with `work`, for which nobody waits."""

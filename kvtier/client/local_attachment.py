@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvtier.client.local_link import LocalLink
@@ -74,19 +74,35 @@ class LocalState:
     puts: PutCounts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attached:
+    reads: LocalReads
+    puts: LocalPuts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Standing:
+    """`counts` and `untold` are of attachments that have ended."""
+
+    attached: _Attached | None = None
+    reason: str
+    counts: LocalCounts = field(default_factory=LocalCounts)
+    untold: int = 0
+
+
 class LocalAttachment:
     def __init__(self, client_name: str, *, is_wanted: bool) -> None:
         self._client_name = client_name
         self._is_wanted = is_wanted
-        # Of everything below; a finalizer may look something up in the middle of a call.
+        # Of the loop's thread and the one that attaches. Callers take no lock: one may be
+        # interrupted by a handler that waits for the loop, which must not wait for the caller.
         self._lock = threading.RLock()
-        self._reads: LocalReads | None = None
-        self._puts: LocalPuts | None = None  # with _reads
+        # Replaced as a whole, so that a caller looks once.
+        self._standing = _Standing(
+            reason="no namespace was opened yet" if is_wanted else 'plane is "grpc"'
+        )
         self._offer: tuple[str, int] | None = None  # socket and boot
-        self._reason = "no namespace was opened yet" if is_wanted else 'plane is "grpc"'
-        self._counts = LocalCounts()  # of attachments that have ended
         self._tally = PutTally()
-        self._untold = 0
         self._thread: threading.Thread | None = None
         self._try_at = 0.0
         self._pause_s = _RETRY_S
@@ -97,39 +113,43 @@ class LocalAttachment:
 
     @property
     def state(self) -> LocalState:
-        with self._lock:
-            reads, counts, untold = self._reads, self._counts, self._untold
-            puts = self._puts
-            if reads is not None:
-                counts, untold = counts + reads.counts, untold + reads.link.untold
-            return LocalState(
-                is_attached=reads is not None,
-                reason="" if reads is not None else self._reason,
-                kernels=reads.link.view.kernels if reads is not None else "",
-                counts=counts,
-                untold=untold,
-                not_writing=self._reason if puts is None else puts.reason,
-                puts=self._tally.counts,
-            )
+        now = self._standing
+        if now.attached is None:
+            counts, untold, kernels, not_writing = now.counts, now.untold, "", now.reason
+        else:
+            link = now.attached.reads.link
+            counts = now.counts + now.attached.reads.counts
+            untold = now.untold + link.untold
+            kernels, not_writing = link.view.kernels, now.attached.puts.reason
+        return LocalState(
+            is_attached=now.attached is not None,
+            reason="" if now.attached is not None else now.reason,
+            kernels=kernels,
+            counts=counts,
+            untold=untold,
+            not_writing=not_writing,
+            puts=self._tally.counts,
+        )
 
     def reads(self, boot_id: int) -> LocalReads | None:
         """What reads the memory of this boot, if attached to it; else attaching is tried again when
         its time has come.
         """
-        reads = self._reads
-        if reads is not None:
-            return reads if reads.link.boot_id == boot_id else None
-        if self._offer is not None and time.monotonic() >= self._try_at:
-            self._begin()
-        return None
+        attached = self._of_boot(boot_id)
+        return None if attached is None else attached.reads
 
     def puts(self, boot_id: int) -> LocalPuts | None:
         """What writes to the memory of this boot, while `reads` has it."""
-        if self.reads(boot_id) is None:
-            return None
-        with self._lock:
-            reads, puts = self._reads, self._puts
-        return puts if reads is not None and reads.link.boot_id == boot_id else None
+        attached = self._of_boot(boot_id)
+        return None if attached is None else attached.puts
+
+    def _of_boot(self, boot_id: int) -> _Attached | None:
+        attached = self._standing.attached
+        if attached is not None:
+            return attached if attached.reads.link.boot_id == boot_id else None
+        if self._offer is not None and time.monotonic() >= self._try_at:
+            self._on_loop(self._begin)
+        return None
 
     def offered(self, socket_path: str, boot_id: int) -> None:
         """A daemon of this boot answers, and has a control socket there (empty: none)."""
@@ -141,7 +161,7 @@ class LocalAttachment:
             self._offer = (socket_path, boot_id) if socket_path else None
             self._try_at, self._pause_s = 0.0, _RETRY_S
             if not socket_path:
-                self._reason = "the daemon does not serve the local plane (local.plane)"
+                self._say("the daemon does not serve the local plane (local.plane)")
         if socket_path:
             self._begin()
 
@@ -160,12 +180,14 @@ class LocalAttachment:
             await asyncio.sleep(_POLL_S)
 
     def _begin(self) -> None:
-        """Tries to attach, in a thread, unless one does."""
+        """Tries to attach, in a thread, unless one does or its time has not come."""
         with self._lock:
             is_busy = self._thread is not None and self._thread.is_alive()
-            if self._is_closed or self._offer is None or self._reads is not None or is_busy:
+            is_early = time.monotonic() < self._try_at
+            is_done = self._is_closed or self._standing.attached is not None
+            if self._offer is None or is_done or is_busy or is_early:
                 return
-            self._reason = "attaching"
+            self._say("attaching")
             self._thread = threading.Thread(
                 target=self._attach, args=self._offer, name="kvtier-attach", daemon=True
             )
@@ -197,14 +219,15 @@ class LocalAttachment:
         with self._lock:
             is_wanted = not self._is_closed and self._offer == (socket_path, boot_id)
             if is_wanted:
-                self._reads = LocalReads(link, self._tell_soon, self._ended)
-                self._puts = LocalPuts(
+                puts = LocalPuts(
                     link,
                     socket_path,
                     self._client_name,
                     tally=self._tally,
                     rest_soon=self._rest_soon,
                 )
+                reads = LocalReads(link, self._tell_soon, self._ended_soon)
+                self._standing = replace(self._standing, attached=_Attached(reads=reads, puts=puts))
                 self._pause_s = _RETRY_S
         if is_wanted:
             self._on_loop(self._watch)
@@ -213,32 +236,40 @@ class LocalAttachment:
 
     def _failed(self, why: str, remedy: str) -> None:
         with self._lock:
-            self._reason = why
+            self._say(why)
             self._try_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _RETRY_S_MAX)
         log.warning("local.not_attached", extra={"why": why, "remedy": remedy})
 
+    def _say(self, reason: str) -> None:
+        self._standing = replace(self._standing, reason=reason)
+
     def _watch(self) -> None:
         """Lets go when the daemon ends, also while nobody calls."""
-        reads = self._reads
-        if reads is not None and self._loop is not None:
-            self._loop.add_reader(reads.link.fileno(), self._ended)
+        attached = self._standing.attached
+        if attached is not None and self._loop is not None:
+            self._loop.add_reader(attached.reads.link.fileno(), self._ended)
+
+    def _ended_soon(self) -> None:
+        self._on_loop(self._ended)
 
     def _ended(self) -> None:
         """The control socket says something: its end, or why it was cut off."""
-        reads = self._reads
-        if reads is not None:
-            self._let_go(reads.link.farewell())
+        attached = self._standing.attached
+        if attached is not None and not attached.reads.link.is_alive():
+            self._let_go(attached.reads.link.farewell())
 
     def _let_go(self, why: str) -> None:
         with self._lock:
-            reads, self._reads = self._reads, None
-            puts, self._puts = self._puts, None
-            if reads is None or puts is None:
+            attached = self._standing.attached
+            if attached is None:
                 return
-            self._counts += reads.counts
-            self._untold += reads.link.untold
-            self._reason = why
+            reads, puts = attached.reads, attached.puts
+            self._standing = _Standing(
+                reason=why,
+                counts=self._standing.counts + reads.counts,
+                untold=self._standing.untold + reads.link.untold,
+            )
             self._try_at = time.monotonic() + self._pause_s
 
         def close() -> None:
@@ -270,8 +301,8 @@ class LocalAttachment:
             self._telling = self._loop.call_later(_TELL_S, self._tell)
 
     def _tell(self) -> None:
-        reads = self._reads
-        if reads is not None and reads.link.tell():
+        attached = self._standing.attached
+        if attached is not None and attached.reads.link.tell():
             self._tell_later()
 
     def _rest_soon(self) -> None:
@@ -282,6 +313,6 @@ class LocalAttachment:
             self._resting = self._loop.call_later(_REST_S, self._rest)
 
     def _rest(self) -> None:
-        puts = self._puts
-        if puts is not None and puts.rest():
+        attached = self._standing.attached
+        if attached is not None and attached.puts.rest():
             self._rest_later()

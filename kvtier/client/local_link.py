@@ -75,6 +75,7 @@ class LocalLink:
         self._lock = threading.RLock()  # a finalizer may look something up in the middle of a call
         self._usage: dict[tuple[int, int], _Usage] = {}
         self._is_telling = False
+        self._left: list[tuple[tuple[int, int], _Usage]] = []  # could not be told, nor taken back
         self.arena = arena
         self.arena_address = int(arena.ctypes.data)
         self.summer = load_summer()
@@ -160,11 +161,20 @@ class LocalLink:
         for name, usage in told.items():
             usage.gather()
             if not self._tell_one(*name, usage):
-                with self._lock:
-                    self._keep(name, usage)
-        with self._lock:
+                self._left.append((name, usage))
+        return self._take_back()
+
+    def _take_back(self) -> bool:
+        """What could not be told is told next time; whether there is something to tell."""
+        if not self._lock.acquire(blocking=False):
+            return True
+        try:
+            while self._left:
+                self._keep(*self._left.pop())
             self._is_telling = self._is_telling or bool(self._usage)
             return bool(self._usage)
+        finally:
+            self._lock.release()
 
     def _tell_one(self, namespace: int, shard: int, usage: _Usage) -> bool:
         """False: it did not take all; what it took is no longer in `usage`."""

@@ -82,8 +82,8 @@ class LocalReads:
 
     @property
     def counts(self) -> LocalCounts:
-        with self._lock:
-            return LocalCounts(**self._totals)
+        # One step: who asks must not wait for a call that was interrupted.
+        return LocalCounts(**self._totals.copy())
 
     def lookup(
         self, layout: Layout, opened: OpenedNamespace, keys: Sequence[bytes]

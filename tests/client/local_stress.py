@@ -69,7 +69,7 @@ class PausingSummer:
 
 
 def read(ns: kvtier.Namespace, kv: kvtier.Connection, rng: random.Random, until: float) -> Counter:
-    link = kv._async.link.local._reads.link
+    link = kv._async.link.local._standing.attached.reads.link
     link.summer = PausingSummer(link.summer, rng)
     seen: Counter = Counter()
     out = np.empty((3, NBYTES), np.uint8)

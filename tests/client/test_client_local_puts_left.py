@@ -240,7 +240,7 @@ def test_who_closes_with_slots_on_their_way_gives_them_back(shared):
                 shared.signal(signal.SIGSTOP)
                 more = separate_keys(ns, 5000 + 100 * turn, 30)
                 ns.put(more, pages_of(more, NBYTES), chain=False, deadline=0.1)
-                kv._async.link.local._puts.close()
+                kv._async.link.local._standing.attached.puts.close()
                 shared.signal(signal.SIGCONT)
         names = [
             f'kvtier_local_grant_bytes{{state="{state}"}}' for state in ("granted", "quarantined")

@@ -163,7 +163,7 @@ def get_held(hands: Hands, *, first: int, count: int) -> None:
     """Is held in the middle of a get."""
     with hands.opened() as (kv, ns):
         put(ns, first, count)
-        link = kv._async.link.local._reads.link
+        link = kv._async.link.local._standing.attached.reads.link
 
         class Summer:
             def copy(self, *args: Any) -> Any:

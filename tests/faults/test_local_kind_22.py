@@ -216,7 +216,10 @@ def test_kind_22_int32_one_get_of_more_than_4_gib(far):
 def test_kind_22_int32_counts_of_what_was_used(far):
     """As much as one frame can claim, told twice."""
     with client(far) as (kv, ns):
-        link, number = kv._async.link.local._reads.link, ns._async.opened.namespace_number
+        link, number = (
+            kv._async.link.local._standing.attached.reads.link,
+            ns._async.opened.namespace_number,
+        )
         before, sent = kv.status().counters, metrics(far)["kvtier_sent_bytes_total"]
         for _ in range(2):
             link.note_lookup(number, 0, hits=1 << 32, misses=(1 << 32) - 1)

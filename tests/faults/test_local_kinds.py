@@ -55,7 +55,7 @@ class SlowSummer:
 
 
 def slowed(kv, summer) -> None:
-    kv._async.link.local._reads.link.summer = summer
+    kv._async.link.local._standing.attached.reads.link.summer = summer
 
 
 def test_kind_02_reuse_slots_while_copies_are_slow(serving):
@@ -108,7 +108,7 @@ def test_kind_02_reuse_of_the_callers_memory(serving, local):
             space = await far.namespace(PAGES.layout)
             while not far.local.is_attached:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-            far.link.local._reads.link.summer = SlowSummer(3, 0.01, share=1.0)
+            far.link.local._standing.attached.reads.link.summer = SlowSummer(3, 0.01, share=1.0)
             for number in range(4100, 4160, 4):
                 some = range(number, number + 4)
                 for row, page in zip(buffer, map(PAGES.page, some), strict=True):

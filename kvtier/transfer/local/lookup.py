@@ -76,6 +76,7 @@ class DirectoryView:
             ) from error
         self._header = header
         self._table: MappedTable | None = _present(self._map, header)
+        self._is_closed = False
         self._lock = threading.RLock()  # a finalizer may look something up in the middle of a call
         self._torn_reads = 0
         self._doubts = 0
@@ -193,8 +194,8 @@ class DirectoryView:
 
     def close(self) -> None:
         """Unmap. Again does nothing."""
-        with self._lock:
-            table, self._table = self._table, None
+        self._is_closed = True
+        table, self._table = self._table, None
         if table is None:
             return
         if self._pid != os.getpid():
@@ -231,11 +232,17 @@ class DirectoryView:
 
     def _resized(self) -> MappedTable:
         """The table of as many entries as are in use now; what calls that run have stays theirs."""
-        with self._lock:
-            if self._table is None:
-                raise ClientClosed("the directory view is closed", remedy="connect again")
-            self._table = _present(self._map, self._header)
-            return self._table
+        # Without a lock: who closes must not wait for a call that was interrupted.
+        table: MappedTable | None = None
+        try:
+            self._table = table = _present(self._map, self._header)
+        except (ValueError, AttributeError):  # the map went while it was looked at
+            if not self._is_closed:
+                raise
+        if table is None or self._is_closed:
+            self._table = None
+            raise ClientClosed("the directory view is closed", remedy="connect again")
+        return table
 
 
 def _namespace_word(number: int, generation: int) -> int:
