@@ -285,7 +285,9 @@ def test_a_file_larger_than_the_cache_is_a_miss(kvtier, daemon, tmp_path):
     source, out = tmp_path / "in", tmp_path / "out"
     source.write_bytes(bytes(20 << 20))  # of a tier of 16 MiB
     place = ("--url", daemon.url, "--key-of", "large")
-    kvtier("put", *place, str(source))
+    put = kvtier("put", *place, str(source))
+    assert put.returncode == 1
+    assert "pages had to give way again" in put.stderr
     got = kvtier("get", *place, "-o", str(out))
     assert got.returncode == 1
     assert got.stderr.startswith("miss: ")
