@@ -147,6 +147,35 @@ def test_config_check_names_the_mistake(kvtier, tmp_path):
     assert "No such file" in failed(kvtier("config", "check", str(tmp_path / "no")), 2)
 
 
+def test_config_check_names_every_mistake(kvtier, tmp_path):
+    file = tmp_path / "many.toml"
+    file.write_text(
+        '[host]\nbytes = 5\nbytez = "x"\n[nvme]\npaths = "/a"\n[wat]\na = 1\nb = 2\n[empty]\n'
+        "[limits]\nlease_ms_max = 5000\n"
+    )
+    result = kvtier("config", "check", str(file))
+    assert (result.returncode, result.stdout) == (2, "")
+    lines = result.stderr.splitlines()
+    starts = (
+        "host.bytes = 5 ", "unknown key host.bytez ", "nvme.paths = ", "unknown key wat.a ",
+        "unknown key wat.b ", "unknown section [empty] ",
+    )  # fmt: skip
+    assert len(lines) == 2 * len(starts)
+    for line, start in zip(lines[::2], starts, strict=True):
+        assert line.startswith(f"error: {start}")
+    assert all(line.startswith("remedy: ") for line in lines[1::2])
+
+
+@pytest.mark.parametrize("override", ["=5", "", " = 5"])
+def test_a_setting_without_a_key(kvtier, override):
+    said = failed(kvtier("config", "show", "--set", override), 2)
+    assert said == f"error: --set {override!r} names no key"
+
+
+def test_a_configuration_that_never_ends(kvtier, tmp_path):
+    assert "more than" in failed(kvtier("config", "check", "/dev/zero"), 2)
+
+
 def test_errors_in_process(capsys, monkeypatch):
     monkeypatch.setenv("KVTIER_HOST__BYTE", "1")
     assert kvtier.cli.main(["config", "show"]) == 2
@@ -322,7 +351,7 @@ def test_doctor(kvtier, daemon, tmp_path):
     findings = {item["check"]: item for item in json.loads(result.stdout)}
     assert result.returncode == 0, result.stdout
     expected = {"python", "torch", "numba", "prometheus_client", "memfd", "populate", "hugepages",
-                "memory", "/dev/shm", "open files", "directory", "daemon", "clock",
+                "memory", "slabs", "/dev/shm", "open files", "directory", "daemon", "clock",
                 "nvme"}  # fmt: skip
     assert set(findings) == expected
     for item in findings.values():
@@ -330,6 +359,8 @@ def test_doctor(kvtier, daemon, tmp_path):
         assert item["found"]
         assert bool(item["remedy"]) == (item["grade"] != "ok"), item
     assert findings["daemon"]["grade"] == "ok"
+    assert findings["slabs"]["found"].startswith("host.bytes makes 1 slabs: ")
+    assert findings["slabs"]["grade"] == "warn"
     assert "kvtier" in kvtier("doctor", *words).stdout
 
 

@@ -81,7 +81,8 @@ def test_the_words_of_it(files, capsys):
     assert "total   3         6" in said
     assert "checkpoint: good, number 2" in said
     assert "journal-0000000002: 3 frames, 0 damaged, 0 torn bytes" in said
-    assert said.endswith(f"{files.directory}: clean\n")
+    looked = [f"looked at: {files.base / f'device{n}'} (device {n})\n" for n in range(2)]
+    assert said.endswith("".join(looked) + f"{files.directory}: clean\n")
     flip(files.segment(0), files.offset(0))
     assert main(["fsck", str(files.directory)]) == 1
     said = capsys.readouterr().out
@@ -313,6 +314,21 @@ def test_inspect_sealed_files(files, inspect, name, fact):
     code, found = inspect(files.directory / name)
     assert code == 1
     assert "its checksum does not match" in found["problems"][0]
+
+
+def test_inspect_the_lock(tmp_path, inspect):
+    lock = tmp_path / "lock"
+    for text, facts in ((b"", {}), (b"123\n", {"pid_of_last_daemon": 123})):
+        lock.write_bytes(text)
+        code, found = inspect(lock)
+        assert (code, found["kind"], found["facts"]) == (
+            0,
+            "lock file of a daemon directory",
+            facts,
+        )
+    lock.write_bytes(b"\xff")
+    code, found = inspect(lock)
+    assert (code, found["problems"]) == (1, ["no pid: ff"])
 
 
 def test_inspect_a_checkpoint(files, inspect):
