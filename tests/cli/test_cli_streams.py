@@ -85,22 +85,17 @@ def test_standard_output_that_takes_nothing(main, fake, tmp_path):
     assert "Traceback" not in said.stderr
 
 
-def test_an_error_of_a_silent_daemon_names_it(main, fake):
-    fake.stall |= {"list_quarantine", "status"}
+def test_an_error_of_a_daemon_that_is_silent_or_ends_names_it(main, fake):
+    fake.stall |= {"list_quarantine", "status", "verify"}
     for command in ("quarantine list", "status"):
         code, _, err = main(command, "--timeout", "0.2")
         assert code == 1
         assert err.startswith(f"error: the daemon at {fake.url} did not answer within 0.2 s (")
         assert "--timeout" in err.splitlines()[1]
-
-
-def test_an_error_of_a_daemon_that_ends_names_it(main, fake):
-    fake.stall.add("verify")
-    before = fake.calls["verify"]
     said: list[tuple[int, str, str]] = []
     thread = threading.Thread(target=lambda: said.append(main("verify", "--tier", "host")))
     thread.start()
-    while fake.calls["verify"] == before:
+    while not fake.calls["verify"]:
         assert thread.is_alive()
     fake.stop()
     thread.join()
@@ -161,3 +156,16 @@ def test_a_wrong_number_names_no_function(command):
                 continue
             except (TypeError, ValueError):
                 assert action.type in (int, float), name
+
+
+def test_inspect_the_lock(tmp_path, capsys):
+    lock = tmp_path / "lock"
+    kind = "lock file of a daemon directory"
+    for text, code, line in (
+        (b"", 0, ""),
+        (b"123\n", 0, "  pid_of_last_daemon: 123\n"),
+        (b"\xff", 1, "damaged: no pid: ff\n"),
+    ):
+        lock.write_bytes(text)
+        assert kvtier.cli.main(["inspect", str(lock)]) == code
+        assert capsys.readouterr().out == f"{lock}: {kind}\n{line}"

@@ -316,21 +316,6 @@ def test_inspect_sealed_files(files, inspect, name, fact):
     assert "its checksum does not match" in found["problems"][0]
 
 
-def test_inspect_the_lock(tmp_path, inspect):
-    lock = tmp_path / "lock"
-    for text, facts in ((b"", {}), (b"123\n", {"pid_of_last_daemon": 123})):
-        lock.write_bytes(text)
-        code, found = inspect(lock)
-        assert (code, found["kind"], found["facts"]) == (
-            0,
-            "lock file of a daemon directory",
-            facts,
-        )
-    lock.write_bytes(b"\xff")
-    code, found = inspect(lock)
-    assert (code, found["problems"]) == (1, ["no pid: ff"])
-
-
 def test_inspect_a_checkpoint(files, inspect):
     code, found = inspect(files.directory / "checkpoint")
     assert (code, found["kind"]) == (0, "checkpoint")
