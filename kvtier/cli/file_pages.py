@@ -14,9 +14,10 @@ from enum import Enum
 from typing import BinaryIO, Self
 
 from kvtier.cli.file_source import Source
+from kvtier.cli.options import naming
 from kvtier.client import Namespace, PutItem, connect
 from kvtier.core.page import GetCode, PutCode, Tier
-from kvtier.errors import Busy, DaemonUnavailable, LimitExceeded
+from kvtier.errors import Busy, DaemonUnavailable, DeadlineExceeded, LimitExceeded
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
 
 __all__ = ["Fetched", "FilePages", "Lost", "Stored"]
@@ -25,7 +26,6 @@ _MAGIC = b"KVTFILE2"
 _HEAD = struct.Struct("<8s32sQQ")  # magic, SHA-256 of the file, its length, bytes of a page
 #: Bytes of one call: a lost page ends a get before much was read in vain.
 _RUN_BYTES = 64 << 20
-_UNANSWERED = {"UNAVAILABLE", "TIMEOUT"}
 
 
 class Lost(Enum):
@@ -222,16 +222,21 @@ class FilePages:
 
     @contextmanager
     def _opened(self) -> Iterator[Namespace]:
-        with connect(
-            self._url, deadline=self._timeout_s, client_name="kvtier command", plane="grpc"
-        ) as connection:
+        with (
+            naming(self._url, self._timeout_s),
+            connect(
+                self._url, deadline=self._timeout_s, client_name="kvtier command", plane="grpc"
+            ) as connection,
+        ):
             yield connection.namespace(self._layout, tenant=self._tenant)
 
     def _check_answered(self, reasons: Iterable[PutCode] | Iterable[GetCode]) -> None:
-        if {code.name for code in reasons} & _UNANSWERED:
+        names = {code.name for code in reasons}
+        if "TIMEOUT" in names:
+            raise DeadlineExceeded("pages have no outcome", remedy="raise --timeout")
+        if "UNAVAILABLE" in names:
             raise DaemonUnavailable(
-                f"the daemon at {self._url} did not answer in time",
-                remedy="See that it runs and listens there (kvtier doctor); raise --timeout.",
+                "pages cannot be asked for", remedy="see that it runs and listens there"
             )
 
 

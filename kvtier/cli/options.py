@@ -15,7 +15,7 @@ from kvtier.errors import DaemonUnavailable, DeadlineExceeded
 if TYPE_CHECKING:
     from kvtier.client import Connection
 
-__all__ = ["add_config", "add_url", "configuration", "connected", "daemon_url"]
+__all__ = ["add_config", "add_url", "configuration", "connected", "daemon_url", "naming"]
 
 _TIMEOUT_S_MIN: Final = 0.001
 _TIMEOUT_S_MAX: Final = 86_400.0
@@ -64,24 +64,32 @@ def daemon_url(arguments: argparse.Namespace) -> str:
 
 @contextmanager
 def connected(arguments: argparse.Namespace) -> Iterator[Connection]:
-    """A connection to the daemon of this command line. An error of a call that got no answer says
-    which daemon that was, and how long it was waited for.
-    """
+    """A connection to the daemon of this command line, `naming` it."""
     from kvtier.client import connect
 
-    url = daemon_url(arguments)
+    url, timeout_s = daemon_url(arguments), arguments.timeout
+    with naming(url, timeout_s), connect(url, deadline=timeout_s) as connection:
+        yield connection
+
+
+@contextmanager
+def naming(url: str, timeout_s: float | None) -> Iterator[None]:
+    """An error of a call that got no answer says which daemon that was, and how long it was waited
+    for, where --timeout says that.
+    """
     try:
-        with connect(url, deadline=arguments.timeout) as connection:
-            yield connection
+        yield
     except DeadlineExceeded as error:
+        within = "" if timeout_s is None else f" within {timeout_s:g} s"
+        more = "" if timeout_s is None else "raise --timeout, or "
         raise DeadlineExceeded(
-            f"the daemon at {url} did not answer within {arguments.timeout:g} s ({error})",
-            remedy="raise --timeout, or see why it is slow or stopped (kvtier doctor, its log)",
+            f"the daemon at {url} did not answer{within} ({error})",
+            remedy=f"{more}see why it is slow or stopped (kvtier doctor, its log)",
         ) from error
     except DaemonUnavailable as error:
         raise DaemonUnavailable(
             f"no answer from the daemon at {url} ({error})",
-            remedy=f"{error.remedy} (--url names another; kvtier doctor)",
+            remedy=f"{error.remedy} (kvtier doctor; its log)",
         ) from error
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import kvtier.cli
 from kvtier.cli import file_pages, file_source
+from tests.bench.traces import conversations, mooncake_rows, write_lines
 
 PLACE = ("--key-of", "x", "--page-bytes", "64KiB")
 
@@ -85,10 +86,25 @@ def test_standard_output_that_takes_nothing(main, fake, tmp_path):
     assert "Traceback" not in said.stderr
 
 
+def test_nobody_there_is_named_by_every_command(capfd, tmp_path):
+    url = f"unix://{tmp_path}/none"
+    trace = write_lines(tmp_path / "t.jsonl", mooncake_rows(conversations(1, requests=4)))
+    for words in (
+        ["status"], ["verify"], ["quarantine", "list"], ["get", *PLACE],
+        ["put", *PLACE, str(trace)], ["bench", "hit-ratio", str(trace), "--live"],
+    ):  # fmt: skip
+        address = [url] if words[-1] == "--live" else ["--url", url]
+        assert kvtier.cli.main([*words, *address]) == 1
+        first, second = capfd.readouterr().err.splitlines()[-2:]
+        assert first.startswith(f"error: no answer from the daemon at {url} ("), words
+        assert "see that " in second
+
+
 def test_an_error_of_a_daemon_that_is_silent_or_ends_names_it(main, fake):
-    fake.stall |= {"list_quarantine", "status", "verify"}
-    for command in ("quarantine list", "status"):
-        code, _, err = main(command, "--timeout", "0.2")
+    fake.stall |= {"list_quarantine", "status", "verify", "get"}
+    words = (("quarantine list",), ("status",), ("get", *PLACE))
+    for command in words:
+        code, _, err = main(*command, "--timeout", "0.2")
         assert code == 1
         assert err.startswith(f"error: the daemon at {fake.url} did not answer within 0.2 s (")
         assert "--timeout" in err.splitlines()[1]
