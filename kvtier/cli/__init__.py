@@ -127,7 +127,10 @@ def _open_missing_streams() -> None:
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvtier", description="KV cache tiering and transfer for LLM inference."
+        prog="kvtier",
+        description="KV cache tiering and transfer for LLM inference.",
+        epilog="Exit codes: 0 done; 1 failed; 2 wrong input, or a file or standard output that "
+        "cannot be read or written; 130 Ctrl-C; 141 the reader of standard output went away.",
     )
     parser.add_argument("--version", action="version", version=f"kvtier {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -32,6 +32,7 @@ COMMANDS = (
 def test_help_lists_the_commands(kvtier):
     result = kvtier("--help")
     assert result.returncode == 0
+    assert "Exit codes: 0 done;" in result.stdout
     for name in COMMANDS:
         assert f"    {name}" in [line[: 4 + len(name)] for line in result.stdout.splitlines()]
         assert kvtier(name, "--help").returncode == 0, name
