@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvtier.config import Config, Setting, settings
 from kvtier.config_kinds import parse_listen
-from kvtier.errors import InvalidConfigValue, UnknownConfigKey
+from kvtier.errors import ConfigError, InvalidConfigValue, UnknownConfigKey
+from kvtier.streams import read_bytes
 
-__all__ = ["CONFIG_VARIABLE", "CRASH_VARIABLE", "DEFAULT_SOURCE", "Effective", "load"]
+__all__ = ["CONFIG_VARIABLE", "CRASH_VARIABLE", "DEFAULT_SOURCE", "Effective", "load", "problems"]
 
 #: Names the file when no `--config` is given.
 CONFIG_VARIABLE = "KVTIER_CONFIG"
@@ -26,6 +28,10 @@ DEFAULT_SOURCE = "default"
 _OF_OTHERS = frozenset(
     (CONFIG_VARIABLE, CRASH_VARIABLE, "KVTIER_FIO", "KVTIER_SIM_SEEDS", "KVTIER_TRACES")
 )
+
+#: Of a configuration file; and how long its other end may be silent where it is a pipe.
+_FILE_BYTES_MAX: Final = 1 << 20
+_FILE_SILENCE_S: Final = 5.0
 
 _PREFIX = "KVTIER_"
 _LINE = re.compile(r"\(at line (\d+)")
@@ -58,6 +64,15 @@ class Effective:
 class _Found:
     values: dict[str, Any]
     sources: dict[str, str]
+    problems: list[ConfigError] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes an error and goes on behind it."""
+        try:
+            yield
+        except ConfigError as error:
+            self.problems.append(error)
 
 
 def load(
@@ -70,6 +85,20 @@ def load(
 
     Raises UnknownConfigKey or InvalidConfigValue; both name key, source and what would be right.
     """
+    effective, found = _read_all(file, environ, overrides)
+    if found:
+        raise found[0]
+    return effective
+
+
+def problems(file: Path) -> list[ConfigError]:
+    """Everything that is wrong in a file alone, in its order."""
+    return _read_all(file, {}, ())[1]
+
+
+def _read_all(
+    file: Path | None, environ: Mapping[str, str], overrides: Sequence[str]
+) -> tuple[Effective, list[ConfigError]]:
     known = settings()
     found = _Found(
         values={name: setting.default for name, setting in known.items()},
@@ -79,12 +108,15 @@ def load(
     if path is None and environ.get(CONFIG_VARIABLE):
         path = Path(environ[CONFIG_VARIABLE])
     if path is not None:
-        _read_file(path, known, found)
+        with found.noting():
+            _read_file(path, known, found)
     _read_environment(environ, known, found)
     _read_overrides(overrides, known, found)
     effective = Effective(config=_build(found.values), sources=found.sources)
-    _check_together(effective)
-    return effective
+    if not found.problems:
+        with found.noting():
+            _check_together(effective)
+    return effective, found.problems
 
 
 def _build(values: Mapping[str, Any]) -> Config:
@@ -100,8 +132,23 @@ def _build(values: Mapping[str, Any]) -> Config:
 
 def _read_file(path: Path, known: Mapping[str, Setting], found: _Found) -> None:
     source = f"file {path}"
+    for section, table in _parsed(path, source).items():
+        with found.noting():
+            _check_section(section, table, source, known)
+            for key, raw in table.items():
+                with found.noting():
+                    name = f"{section}.{key}"
+                    setting = known.get(name)
+                    if setting is None:
+                        raise _unknown(name, source, known)
+                    if isinstance(raw, dict):
+                        raise _invalid(setting, repr(raw), source, "a table where a value belongs")
+                    _take(setting, raw, source=source, parse=setting.kind.parse, found=found)
+
+
+def _parsed(path: Path, source: str) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path, bytes_max=_FILE_BYTES_MAX, silence_s=_FILE_SILENCE_S).decode()
     except OSError as error:
         raise InvalidConfigValue(
             f"{source} cannot be read: {error.strerror}", remedy="Name a readable TOML file."
@@ -112,29 +159,27 @@ def _read_file(path: Path, known: Mapping[str, Setting], found: _Found) -> None:
             remedy="Save the file as UTF-8.",
         ) from error
     try:
-        tree = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InvalidConfigValue(
             f"{source}: {_explain_toml(text, str(error))}",
             remedy="Correct the file; `kvtier config default` prints a valid one.",
         ) from error
-    sections = {item.name for item in fields(Config)}
-    for section, table in tree.items():
-        if section not in sections:
-            raise _unknown_section(section, table, source, known)
-        if not isinstance(table, dict):
-            raise InvalidConfigValue(
-                f"{section} = {table!r} ({source}): {section} is a section, not a value",
-                remedy=f"Write [{section}] and the keys below it.",
-            )
-        for key, raw in table.items():
-            name = f"{section}.{key}"
-            setting = known.get(name)
-            if setting is None:
-                raise _unknown(name, source, known)
-            if isinstance(raw, dict):
-                raise _invalid(setting, repr(raw), source, "a table where a value belongs")
-            _take(setting, raw, source=source, parse=setting.kind.parse, found=found)
+
+
+def _check_section(section: str, table: object, source: str, known: Mapping[str, Setting]) -> None:
+    """Raises UnknownConfigKey or InvalidConfigValue. The keys of an unknown section are unknown,
+    each by itself.
+    """
+    is_known = section in {item.name for item in fields(Config)}
+    is_table = isinstance(table, dict)
+    if not is_known and not (is_table and table):
+        raise _unknown_section(section, table, source, known)
+    if not is_table:
+        raise InvalidConfigValue(
+            f"{section} = {table!r} ({source}): {section} is a section, not a value",
+            remedy=f"Write [{section}] and the keys below it.",
+        )
 
 
 def _read_environment(
@@ -147,33 +192,46 @@ def _read_environment(
             continue
         if in_kubernetes and _KUBERNETES.fullmatch(variable):
             continue
-        setting = by_variable.get(variable)
-        if setting is None:
-            near = _nearest(variable.upper(), [*by_variable, CONFIG_VARIABLE])
-            raise UnknownConfigKey(
-                f"unknown key {variable} (environment); the nearest known one is {near}",
-                remedy=f"Use {near}, or remove {variable} from the environment.",
-            )
-        source = f"environment {variable}"
-        text = environ[variable]
-        _take(setting, text, source=source, parse=setting.kind.parse_text, found=found)
+        with found.noting():
+            setting = by_variable.get(variable)
+            if setting is None:
+                near = _nearest(variable.upper(), [*by_variable, CONFIG_VARIABLE])
+                raise UnknownConfigKey(
+                    f"unknown key {variable} (environment); the nearest known one is {near}",
+                    remedy=f"Use {near}, or remove {variable} from the environment.",
+                )
+            source = f"environment {variable}"
+            text = environ[variable]
+            _take(setting, text, source=source, parse=setting.kind.parse_text, found=found)
 
 
 def _read_overrides(overrides: Sequence[str], known: Mapping[str, Setting], found: _Found) -> None:
     seen: dict[str, str] = {}
     for override in overrides:
-        name, equals, text = override.partition("=")
-        name = name.strip()
-        setting = known.get(name)
-        if setting is None:
-            raise _unknown(name, "--set", known)
-        if not equals:
-            raise _invalid(setting, "", "--set", "no value")
-        if name in seen:
-            raise _invalid(setting, text, "--set", f"given twice, first as {seen[name]!r}")
-        seen[name] = text
-        source = f"--set {name}"
-        _take(setting, text, source=source, parse=setting.kind.parse_text, found=found)
+        with found.noting():
+            _read_override(override, seen, known, found)
+
+
+def _read_override(
+    override: str, seen: dict[str, str], known: Mapping[str, Setting], found: _Found
+) -> None:
+    name, equals, text = override.partition("=")
+    name = name.strip()
+    if not name:
+        raise InvalidConfigValue(
+            f"--set {override!r} names no key",
+            remedy="Write --set KEY=VALUE; `kvtier config default` lists every key.",
+        )
+    setting = known.get(name)
+    if setting is None:
+        raise _unknown(name, "--set", known)
+    if not equals:
+        raise _invalid(setting, "", "--set", "no value")
+    if name in seen:
+        raise _invalid(setting, text, "--set", f"given twice, first as {seen[name]!r}")
+    seen[name] = text
+    source = f"--set {name}"
+    _take(setting, text, source=source, parse=setting.kind.parse_text, found=found)
 
 
 def _take(
@@ -252,9 +310,6 @@ def _unknown_section(
                 remedy=f"Write {section} below [{inside[0].split('.')[0]}].",
             )
         return _unknown(section, source, known)
-    keys = [f"{section}.{key}" for key in table]
-    if keys:
-        return _unknown(keys[0], source, known)
     near = _nearest(section, [item.name for item in fields(Config)])
     return UnknownConfigKey(
         f"unknown section [{section}] ({source}); the nearest known one is [{near}]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -306,6 +307,11 @@ def test_files_that_cannot_be_read(tmp_path):
         load(file=tmp_path / "none", environ={})
     with pytest.raises(InvalidConfigValue, match="Is a directory"):
         load(file=tmp_path, environ={})
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InvalidConfigValue, match="nobody"):
+        patch.setattr("kvtier.config_load._FILE_SILENCE_S", 0.05)
+        load(file=pipe, environ={})
     latin = tmp_path / "latin.toml"
     latin.write_bytes(b"# \xe9\n")
     with pytest.raises(InvalidConfigValue, match="not UTF-8"):

@@ -1,9 +1,11 @@
-"""The README does what it says: its client block runs on a real daemon, its picture is true."""
+"""The README does what it says: its client blocks run on a real daemon, its picture is true."""
 
 from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,16 @@ PAGES = 5
 PAGE_TOKENS = 64
 
 
-def client_block(repo: Path) -> str:
+def client_blocks(repo: Path) -> tuple[str, str]:
+    """The one that needs the client alone, and the long one."""
     text = (repo / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    return block
+    small, large = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return small, large
 
 
 def run_block(repo: Path, url: str, where: Path) -> dict[str, Any]:
     path = where / "block.py"
-    path.write_text(client_block(repo), encoding="utf-8")
+    path.write_text(client_blocks(repo)[1], encoding="utf-8")
     torch.manual_seed(5)
     return runpy.run_path(str(path), init_globals={"url": url})
 
@@ -46,6 +49,24 @@ def test_the_client_block_runs(repo: Path, tmp_path: Path) -> None:
     assert list(second["put"]) == []
     for view, page in zip(second["views"], pages, strict=True):
         assert torch.equal(torch.stack([view["k"], view["v"]]), page)
+
+
+def test_the_small_client_block_needs_no_torch(repo: Path) -> None:
+    """In a process of its own, where the address that is looked at by default is the daemon's."""
+    check = (
+        "import sys\n"
+        "assert got.prefix == 3 and (found == pages).all()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="kvt-") as home, DaemonProcess(Path(home)) as daemon:
+        default = f"import kvtier.client.aio as aio\naio.default_url = lambda: {daemon.url!r}\n"
+        done = subprocess.run(
+            [sys.executable, "-c", f"{default}{client_blocks(repo)[0]}{check}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_picture_is_the_one_in_the_code(repo: Path) -> None:

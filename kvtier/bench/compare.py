@@ -14,9 +14,12 @@ from typing import Any, Final
 
 from kvtier.bench.errors import BenchInput
 from kvtier.bench.report import FORMAT, token_text
+from kvtier.streams import read_bytes
 
 __all__ = ["Comparison", "Pair", "compare", "load_result"]
 
+_BYTES_MAX: Final = 256 << 20
+_SILENCE_S: Final = 5.0  # of the other end of a pipe
 _REMEDY: Final = "name two files that `kvtier bench hit-ratio --json` of this version has written"
 #: Of the ratios of a row: by where they lie in it.
 _RATIOS: Final = ("cold", "second_half", "request_mean", "block_weighted")
@@ -54,7 +57,7 @@ class Comparison:
 def load_result(path: Path) -> dict[str, Any]:
     """The document in a file. Raises BenchInput, naming the file, for what is none."""
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_bytes(path, bytes_max=_BYTES_MAX, silence_s=_SILENCE_S))
     except (ValueError, RecursionError) as error:
         raise BenchInput(f"{path}: no JSON document", remedy=_REMEDY) from error
     if not isinstance(document, dict) or document.get("kvtier_bench") != "hit-ratio":

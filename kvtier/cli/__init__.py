@@ -1,16 +1,19 @@
 """The `kvtier` command.
 
 Promise: an error of kvtier is two lines on standard error (what, and what to do), never a
-traceback; exit codes are 0 done, 1 failed, 2 wrong input or configuration, 130 Ctrl-C, 141 reader
-gone. Each subcommand loads only what it needs; further ones come from other packages (foreign.py).
+traceback; exit codes are 0 done, 1 failed, 2 wrong input or configuration, or output that cannot be
+written, 130 Ctrl-C, 141 reader gone (what a shell says of a program that SIGPIPE ends). Each
+subcommand loads only what it needs; further ones come from other packages (foreign.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvtier._version import __version__
@@ -27,6 +30,7 @@ from kvtier.cli import (
     status,
     verify,
 )
+from kvtier.cli.failures import say_error, say_os_error
 from kvtier.cli.foreign import BENCHES, COMMANDS, add_foreign
 from kvtier.errors import ConfigError, InvalidInput, KvtierError
 
@@ -58,24 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     _open_missing_streams()
     try:
-        arguments = _parser(words).parse_args(words)
-        command: Callable[[argparse.Namespace], int] = arguments.run
-        code = command(arguments)
-        sys.stdout.flush()
+        code = _run(words)
     except KvtierError as error:
-        print(f"error: {error}", file=sys.stderr)
-        print(f"remedy: {error.remedy}", file=sys.stderr)
+        say_error(error)
         return EXIT_INPUT if isinstance(error, (ConfigError, InvalidInput)) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Python flushes standard output once more at exit; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_READER_GONE
     except OSError as error:
-        what = error.filename or "input or output"
-        print(f"error: {os.fsdecode(what)}: {error.strerror}", file=sys.stderr)
-        print("remedy: name a file that can be read or written, with room", file=sys.stderr)
+        say_os_error(error, of_stdout=_drop_output())
         return EXIT_INPUT
     except UnicodeError as error:
         print(f"error: text that is no UTF-8: {error}", file=sys.stderr)
@@ -84,20 +81,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _run(words: Sequence[str]) -> int:
+    """Standard output is written to its end before a command is called done."""
+    try:
+        arguments = _parser(words).parse_args(words)
+        command: Callable[[argparse.Namespace], int] = arguments.run
+        code = command(arguments)
+    except SystemExit:  # argparse has printed help
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return code
+
+
+def _drop_output() -> bool:
+    """Whether standard output takes nothing. Python flushes it once more at exit: what is left then
+    goes nowhere.
+    """
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        return False
+    fd = sys.stdout.fileno()
+    opened = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(opened, fd)
+    os.close(opened)
+    return True
+
+
 def _open_missing_streams() -> None:
-    """A closed standard stream is None to Python, and its descriptor would go to the next file."""
+    """A closed standard stream is None to Python, and its descriptor would go to the next file.
+
+    What stands for standard output cannot be written to: output that goes nowhere is an error.
+    """
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)
+            opened = os.open(os.devnull, os.O_RDONLY if fd == 1 else os.O_RDWR)
             if opened != fd:
                 os.dup2(opened, fd)
                 os.close(opened)
             setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False))
+    if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
+        # PYTHONUNBUFFERED: a write without a buffer may take a part, and nobody looks.
+        sys.stdout = os.fdopen(sys.stdout.fileno(), "w", buffering=1, closefd=False)
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvtier", description="KV cache tiering and transfer for LLM inference."
+        prog="kvtier",
+        description="KV cache tiering and transfer for LLM inference.",
+        epilog="Exit codes: 0 done; 1 failed; 2 wrong input, or a file or standard output that "
+        "cannot be read or written; 130 Ctrl-C; 141 the reader of standard output went away.",
     )
     parser.add_argument("--version", action="version", version=f"kvtier {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -18,6 +18,7 @@ from kvtier.bench.live_report import live_document, plan_of
 from kvtier.bench.replay import WritePolicy, replay
 from kvtier.bench.report import percent, size_text
 from kvtier.cli.bench_trace import load_trace
+from kvtier.cli.options import naming
 from kvtier.cli.progress_bar import ProgressBar
 from kvtier.config_kinds import Size
 from kvtier.core.policy import POLICIES
@@ -53,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     total = min(trace.requests, options.requests_max or trace.requests)
     bar = ProgressBar("live", total, unit="requests")
     try:
-        done = run_live(trace, options, bar.at)
+        with naming(options.url, None):
+            done = run_live(trace, options, bar.at)
     finally:
         bar.end()
     head, plan = trace.head(done.requests), plan_of(done, policy, write)

@@ -9,11 +9,13 @@ from typing import Any, Final
 
 from kvtier.bench.errors import BenchInput
 from kvtier.bench.models import KvDtype, bytes_per_token, layout_bytes_per_token
+from kvtier.streams import TooLong, read_bytes
 
 __all__ = ["model_name", "token_bytes"]
 
 _TOKEN_BYTES_MAX: Final = 1 << 40
 _CONFIG_BYTES_MAX: Final = 1 << 24
+_SILENCE_S: Final = 5.0  # of the other end of a pipe
 
 
 def token_bytes(arguments: argparse.Namespace) -> int | None:
@@ -51,10 +53,12 @@ def model_name(arguments: argparse.Namespace) -> str | None:
 def _config(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     remedy = "name the config.json of a Hugging Face model, or its folder"
-    if file.stat().st_size > _CONFIG_BYTES_MAX:
-        raise BenchInput(f"{file}: too large for a config.json", remedy=remedy)
     try:
-        found = json.loads(file.read_bytes())
+        content = read_bytes(file, bytes_max=_CONFIG_BYTES_MAX, silence_s=_SILENCE_S)
+    except TooLong as error:
+        raise BenchInput(f"{file}: too large for a config.json", remedy=remedy) from error
+    try:
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise BenchInput(f"{file}: no JSON object", remedy=remedy) from error
     if not isinstance(found, dict):

@@ -231,6 +231,9 @@ def check_place(file: Path | None) -> None:
         raise BenchInput(
             f"{file}: cannot be written", remedy="name a file in a folder that can be written to"
         )
+    # What /dev/stdout leads to has no name, and a reader.
+    if file.is_fifo() and file.resolve().exists():
+        raise BenchInput(f"{file} is a named pipe", remedy="name a regular file, or /dev/stdout")
 
 
 def _names(text: str, known: Any, what: str) -> list[str]:

@@ -37,12 +37,16 @@ def load_trace(arguments: argparse.Namespace) -> Trace:
 
 
 def find_trace(path: Path) -> Path:
-    """A name that is no file may be one in the folder of traces."""
+    """A name that is no file may be one in the folder of traces. Raises BenchInput for a pipe or
+    device: a trace is opened more than once, the first time to see what it is.
+    """
     folder = process_environment().get(_TRACES)
     if folder and not path.exists() and not path.is_absolute():
         beside = Path(folder) / path
         if beside.exists():
-            return beside
+            path = beside
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise BenchInput(f"{path} is a pipe or device", remedy="name a regular file, or a folder")
     return path
 
 

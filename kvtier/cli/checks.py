@@ -20,6 +20,7 @@ from kvtier.client import connect
 from kvtier.config_load import Effective
 from kvtier.core.page import Tier
 from kvtier.errors import KvtierError
+from kvtier.tiers.host import SLAB_BYTES, slab_layout
 from kvtier.tiers.memfd import create_sealed, free_huge_bytes
 from kvtier.tiers.memory import RESERVE_BYTES, mib, read_headroom
 
@@ -27,12 +28,12 @@ __all__ = ["Finding", "Grade", "run_checks"]
 
 _PYTHON = (3, 11)
 _FILES_MIN = 4096
-_DAEMON_S = 2.0
+_SLABS_MIN = 8  # each size of page needs slabs of its own, and a slot in use keeps its slab
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
-def run_checks(effective: Effective, url: str) -> list[Finding]:
-    """All checks, in order. `url` is where a daemon is expected."""
+def run_checks(effective: Effective, url: str, *, timeout_s: float) -> list[Finding]:
+    """All checks, in order. `url` is where a daemon is expected, `timeout_s` how long it has."""
     host_bytes = effective.config.host.bytes
     checks: list[Callable[[], Finding]] = [
         _python,
@@ -43,10 +44,11 @@ def run_checks(effective: Effective, url: str) -> list[Finding]:
         _populate,
         lambda: _huge_pages(host_bytes),
         lambda: _memory(host_bytes),
+        lambda: _slabs(host_bytes),
         _shared_memory,
         _open_files,
         lambda: _directory(effective.config.daemon.directory),
-        lambda: _daemon(url),
+        lambda: _daemon(url, timeout_s),
         _clock,
     ]
     return [*(check() for check in checks), *check_nvme(effective.config.nvme)]
@@ -117,6 +119,18 @@ def _memory(host_bytes: int) -> Finding:
     return ok("memory", found)
 
 
+def _slabs(host_bytes: int) -> Finding:
+    count = slab_layout(host_bytes).count
+    found = f"host.bytes makes {count} slabs"
+    if count < _SLABS_MIN:
+        return warn(
+            "slabs",
+            f"{found}: pages of another size, leased or granted ones leave little room",
+            f"Set host.bytes to {mib(_SLABS_MIN * SLAB_BYTES)} for each size of page, or more.",
+        )
+    return ok("slabs", found)
+
+
 def _shared_memory() -> Finding:
     try:
         usage = shutil.disk_usage("/dev/shm")
@@ -170,9 +184,9 @@ def _parent(path: Path) -> Finding:
     return ok("directory", f"{path} is not there yet; the daemon will make it")
 
 
-def _daemon(url: str) -> Finding:
+def _daemon(url: str, timeout_s: float) -> Finding:
     try:
-        with connect(url, deadline=_DAEMON_S) as connection:
+        with connect(url, deadline=timeout_s) as connection:
             status = connection.status()
     except KvtierError as error:
         return warn("daemon", f"{url}: {error}", f"kvtier serve ({error.remedy})")

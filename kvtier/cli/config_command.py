@@ -7,11 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvtier.cli.failures import say_error
 from kvtier.cli.options import add_config, configuration
 from kvtier.config_docs import default_toml, effective_table, effective_toml, reference_markdown
-from kvtier.config_load import load
+from kvtier.config_load import problems
 
 __all__ = ["register"]
+
+_EXIT_INPUT = 2
 
 
 def register(commands: Any) -> None:
@@ -26,7 +29,7 @@ def register(commands: Any) -> None:
     add_config(show)
     show.add_argument("--json", action="store_true")
     show.set_defaults(run=_show)
-    check = actions.add_parser("check", help="check a file; says nothing else than its errors")
+    check = actions.add_parser("check", help="check a file; says every error in it")
     check.add_argument("file", type=Path)
     check.set_defaults(run=_check)
     default = actions.add_parser("default", help="a whole file with every key, its range, default")
@@ -54,7 +57,11 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     # The file alone: the environment of whoever checks it says nothing about it.
-    load(file=arguments.file, environ={})
+    found = problems(arguments.file)
+    for error in found:
+        say_error(error)
+    if found:
+        return _EXIT_INPUT
     print(f"{arguments.file}: ok")
     return 0
 

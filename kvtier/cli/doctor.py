@@ -20,6 +20,7 @@ def register(commands: Any) -> None:
         "doctor", help="check this host, line by line", description=__doc__
     )
     add_url(parser)
+    parser.set_defaults(timeout=2.0)
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_run)
 
@@ -29,7 +30,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from kvtier.cli.checks import Grade, run_checks
 
     url = arguments.url or effective.config.daemon.listen[0]
-    findings = run_checks(effective, url)
+    findings = run_checks(effective, url, timeout_s=arguments.timeout)
     if arguments.json:
         print(
             json.dumps(

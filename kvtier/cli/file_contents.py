@@ -30,6 +30,7 @@ _SEALED_MAGIC: Final = b"KVTSEAL\x01"
 _SEGMENT_MAGIC: Final = b"\x89KVTSEG\n"
 _RECORD_MAGIC: Final = b"\x89KVTREC\n"
 _HEX_MAX: Final = 256
+_LOCK_BYTES_MAX: Final = 32
 _READ_BYTES: Final = 1 << 20
 #: By name, for files whose first bytes are damaged.
 _SEALED_NAMES: Final = {
@@ -77,6 +78,8 @@ def _reader_by_name(name: str) -> Callable[[Path], Contents] | None:
         return _checkpoint
     if name.startswith("journal-"):
         return _journal
+    if name == "lock":
+        return _lock
     return _segment if segment_number(name) is not None else None
 
 
@@ -102,6 +105,18 @@ def _sealed(path: Path) -> Contents:
         contents.facts["content"] = plain(msgpack.unpackb(payload, raw=False, strict_map_key=False))
     except ValueError:
         contents.facts["content"] = payload[:_HEX_MAX].hex()
+    return contents
+
+
+def _lock(path: Path) -> Contents:
+    """The process that has it, or had it last, as the daemon writes it: its pid and a newline."""
+    contents = Contents(kind="lock file of a daemon directory")
+    with path.open("rb") as file:
+        text = file.read(_LOCK_BYTES_MAX + 1)
+    if text.strip().isdigit() and len(text) <= _LOCK_BYTES_MAX:
+        contents.facts["pid_of_last_daemon"] = int(text)
+    elif text:
+        contents.problems.append(f"no pid: {text[:_LOCK_BYTES_MAX].hex()}")
     return contents
 
 

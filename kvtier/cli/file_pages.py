@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Self
+from typing import BinaryIO, Self
 
+from kvtier.cli.file_source import Source
+from kvtier.cli.options import naming
 from kvtier.client import Namespace, PutItem, connect
 from kvtier.core.page import GetCode, PutCode, Tier
-from kvtier.errors import Busy, DaemonUnavailable
+from kvtier.errors import Busy, DaemonUnavailable, DeadlineExceeded, LimitExceeded
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
 
 __all__ = ["Fetched", "FilePages", "Lost", "Stored"]
@@ -24,7 +26,6 @@ _MAGIC = b"KVTFILE2"
 _HEAD = struct.Struct("<8s32sQQ")  # magic, SHA-256 of the file, its length, bytes of a page
 #: Bytes of one call: a lost page ends a get before much was read in vain.
 _RUN_BYTES = 64 << 20
-_UNANSWERED = {"UNAVAILABLE", "TIMEOUT"}
 
 
 class Lost(Enum):
@@ -39,19 +40,20 @@ class Lost(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """What became of a put: the outcome of each page, the first one's last; how many of them are
-    durable; whether another file was replaced.
+    durable, and how many were there when the last one was stored; whether another file was
+    replaced.
     """
 
     codes: list[PutCode]
     durable: int
+    there: int
     is_replaced: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """A whole file, and where each of its pages was."""
+    """A whole file was written to where it was to go; where each of its pages was."""
 
-    content: bytes
     tiers: list[Tier]
 
 
@@ -82,6 +84,11 @@ class _Head:
         """The numbers of all pages but the first, in runs of about _RUN_BYTES."""
         step = max(1, _RUN_BYTES // self.page_bytes)
         return (range(at, min(at + step, self.count)) for at in range(1, self.count, step))
+
+    def piece(self, pages: range) -> range:
+        """Which bytes of the file lie in these pages (those before the file are the head)."""
+        start = max(0, pages.start * self.page_bytes - _HEAD.size)
+        return range(start, min(pages.stop * self.page_bytes - _HEAD.size, self.length))
 
     def keys(self, numbers: Iterable[int]) -> list[bytes]:
         """Keys of pages that are not the first: no other file has them."""
@@ -120,22 +127,24 @@ class FilePages:
             key_scheme="kvtier-file-2",
         )
 
-    def put(self, content: bytes, *, durable: str) -> Stored:
+    def put(self, source: Source, *, durable: str) -> Stored:
         """The first page is put when all others are there, and left out when they are not. Raises
-        Busy when somebody else puts another file under the same key meanwhile.
+        Busy when somebody else puts another file under the same key, or writes to this one,
+        meanwhile.
         """
         size = self._page_bytes
-        digest = hashlib.sha256(content).digest()
-        head = _Head(digest=digest, length=len(content), page_bytes=size)
-        run = (head.pack() + content).ljust(head.count * size, b"\0")
-        first = bytearray(run[:size])
+        blank = _Head(digest=bytes(32), length=source.length, page_bytes=size)
+        parts = list(blank.tail())
+        digest = source.digest([blank.piece(part) for part in (range(1), *parts)])
+        head = _Head(digest=digest, length=source.length, page_bytes=size)
+        first = bytearray((head.pack() + source.piece(head.piece(range(1)))).ljust(size, b"\0"))
         with self._opened() as pages:
             items: list[PutItem] = []
-            for part in head.tail():
-                piece = run[part.start * size : part.stop * size]
+            for part in parts:
+                piece = source.piece(head.piece(part)).ljust(len(part) * size, b"\0")
                 items += self._put(pages, head.keys(part), piece, durable)
             if not all(item.is_stored for item in items):
-                return _stored(items, is_replaced=False)
+                return _stored(items, there=0, is_replaced=False)
             item = self._put_first(pages, first, durable)
             is_other = item is None
             if item is None:
@@ -146,10 +155,14 @@ class FilePages:
                     f"another file was put under {self._key.hex()} at the same time",
                     remedy="Put it again, or under a key of its own.",
                 )
-            return _stored([*items, item], is_replaced=is_other)
+            there = self._there(pages, [self._key, *head.keys(range(1, head.count))])
+            return _stored([*items, item], there=there, is_replaced=is_other)
 
-    def get(self) -> Fetched | Lost:
-        """The file, checked against its SHA-256, or why there is none."""
+    def get(self, target: BinaryIO, *, bytes_max: int | None) -> Fetched | Lost:
+        """Writes the file to `target`, and says whether that was the file, by its SHA-256; if it
+        was not, what `target` holds is nothing. Raises LimitExceeded when it is longer than
+        `bytes_max`.
+        """
         tiers: list[Tier] = []
         with self._opened() as pages:
             first = self._get(pages, [self._key], tiers)
@@ -158,16 +171,30 @@ class FilePages:
             head = _Head.unpack(first)
             if head is None:
                 return Lost.NOT_A_FILE
-            run = bytearray(first)
-            for part in head.tail():
-                more = self._get(pages, head.keys(part), tiers)
-                if more is None:
-                    return Lost.PAGES
-                run += more
-        content = bytes(memoryview(run)[_HEAD.size : _HEAD.size + head.length])
-        if hashlib.sha256(content).digest() != head.digest:
-            return Lost.OTHER_BYTES
-        return Fetched(content=content, tiers=tiers)
+            if bytes_max is not None and head.length > bytes_max:
+                raise LimitExceeded(
+                    f"the file is {head.length} bytes long, more than {bytes_max} are not held "
+                    "back until all of them are checked",
+                    remedy="Name a regular file with -o.",
+                )
+            digest = hashlib.sha256()
+            whole = memoryview(first)[_HEAD.size :]
+            for part in (range(1), *head.tail()):
+                if part.start:
+                    more = self._get(pages, head.keys(part), tiers)
+                    if more is None:
+                        return Lost.PAGES
+                    whole = memoryview(more)
+                piece = whole[: len(head.piece(part))]
+                digest.update(piece)
+                target.write(piece)
+        return Fetched(tiers=tiers) if digest.digest() == head.digest else Lost.OTHER_BYTES
+
+    def _there(self, pages: Namespace, keys: Sequence[bytes]) -> int:
+        """How many of them the daemon has."""
+        result = pages.lookup(pages.keys_from(keys))
+        self._check_answered(result.reasons)
+        return sum(code is GetCode.HIT for code in result.reasons)
 
     def _put_first(self, pages: Namespace, first: bytearray, durable: str) -> PutItem | None:
         """None: another page has the key (the daemon keeps the page that is there)."""
@@ -195,22 +222,28 @@ class FilePages:
 
     @contextmanager
     def _opened(self) -> Iterator[Namespace]:
-        with connect(
-            self._url, deadline=self._timeout_s, client_name="kvtier command", plane="grpc"
-        ) as connection:
+        with (
+            naming(self._url, self._timeout_s),
+            connect(
+                self._url, deadline=self._timeout_s, client_name="kvtier command", plane="grpc"
+            ) as connection,
+        ):
             yield connection.namespace(self._layout, tenant=self._tenant)
 
     def _check_answered(self, reasons: Iterable[PutCode] | Iterable[GetCode]) -> None:
-        if {code.name for code in reasons} & _UNANSWERED:
+        names = {code.name for code in reasons}
+        if "TIMEOUT" in names:
+            raise DeadlineExceeded("pages have no outcome", remedy="raise --timeout")
+        if "UNAVAILABLE" in names:
             raise DaemonUnavailable(
-                f"the daemon at {self._url} did not answer in time",
-                remedy="See that it runs and listens there (kvtier doctor); raise --timeout.",
+                "pages cannot be asked for", remedy="see that it runs and listens there"
             )
 
 
-def _stored(items: Sequence[PutItem], *, is_replaced: bool) -> Stored:
+def _stored(items: Sequence[PutItem], *, there: int, is_replaced: bool) -> Stored:
     return Stored(
         codes=[item.reason for item in items],
         durable=sum(item.durable for item in items),
+        there=there,
         is_replaced=is_replaced,
     )

@@ -2,18 +2,21 @@
 
 Exit code 0: everything is as it was written; 1: damage was found (a start copes with it, and what
 is damaged is a miss); 2: no daemon directory, or in use. Nothing is changed.
+
+The devices are those at the paths that the daemon directory has noted, and each is named. A copied
+daemon directory names the devices of the one that it is a copy of.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.extras import daemon_extra
+from kvtier.cli.failures import say_error
 from kvtier.cli.table import table
 from kvtier.errors import DirectoryError
 
@@ -46,8 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if not isinstance(error.__cause__, BlockingIOError):
             raise
         # A daemon has it: that is no damage.
-        print(f"error: {error}", file=sys.stderr)
-        print(f"remedy: {error.remedy}", file=sys.stderr)
+        say_error(error)
         return _WRONG_INPUT
     if arguments.json:
         print(json.dumps(_plain(findings), indent=2))
@@ -156,6 +158,9 @@ def _lines(findings: DirectoryFindings) -> Iterator[str]:
         yield f"note: {note}"
     for what in findings.damage:
         yield f"damage: {what}"
+    # The directory names its devices by path: a copy of it leads to the same ones.
+    for device in findings.devices:
+        yield f"looked at: {device.look.path} (device {device.look.number})"
     yield f"{findings.path}: {'damage found' if findings.damage else 'clean'}"
 
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from kvtier.config import process_environment
 from kvtier.config_load import Effective, load
+from kvtier.errors import DaemonUnavailable, DeadlineExceeded
 
-__all__ = ["add_config", "add_url", "configuration", "daemon_url"]
+if TYPE_CHECKING:
+    from kvtier.client import Connection
+
+__all__ = ["add_config", "add_url", "configuration", "connected", "daemon_url", "naming"]
+
+_TIMEOUT_S_MIN: Final = 0.001
+_TIMEOUT_S_MAX: Final = 86_400.0
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +62,44 @@ def daemon_url(arguments: argparse.Namespace) -> str:
     return url if url is not None else configuration(arguments).config.daemon.listen[0]
 
 
+@contextmanager
+def connected(arguments: argparse.Namespace) -> Iterator[Connection]:
+    """A connection to the daemon of this command line, `naming` it."""
+    from kvtier.client import connect
+
+    url, timeout_s = daemon_url(arguments), arguments.timeout
+    with naming(url, timeout_s), connect(url, deadline=timeout_s) as connection:
+        yield connection
+
+
+@contextmanager
+def naming(url: str, timeout_s: float | None) -> Iterator[None]:
+    """An error of a call that got no answer says which daemon that was, and how long it was waited
+    for, where --timeout says that.
+    """
+    try:
+        yield
+    except DeadlineExceeded as error:
+        within = "" if timeout_s is None else f" within {timeout_s:g} s"
+        more = "" if timeout_s is None else "raise --timeout, or "
+        raise DeadlineExceeded(
+            f"the daemon at {url} did not answer{within} ({error})",
+            remedy=f"{more}see why it is slow or stopped (kvtier doctor, its log)",
+        ) from error
+    except DaemonUnavailable as error:
+        raise DaemonUnavailable(
+            f"no answer from the daemon at {url} ({error})",
+            remedy=f"{error.remedy} (kvtier doctor; its log)",
+        ) from error
+
+
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 86_400:
-        raise ValueError(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not _TIMEOUT_S_MIN <= value <= _TIMEOUT_S_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds from {_TIMEOUT_S_MIN:g} to {_TIMEOUT_S_MAX:g}"
+        )
     return value

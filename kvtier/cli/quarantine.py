@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvtier.cli.options import add_url, daemon_url
+from kvtier.cli.options import add_url, connected
 from kvtier.cli.table import table
+from kvtier.errors import InvalidConfigValue
 
 if TYPE_CHECKING:
     from kvtier.client import Connection
@@ -71,7 +72,7 @@ def _text(ref: _Ref) -> str:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    with _connected(arguments) as connection:
+    with connected(arguments) as connection:
         pages = connection.quarantine.list()
     if arguments.json:
         shown = [
@@ -106,9 +107,15 @@ def _list(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     target: Path = arguments.file
     # Looked at before anything is fetched; it is opened so that a file made meanwhile stays.
-    if target.exists() and not (arguments.force and target.is_file()):
-        raise FileExistsError(0, "is there already (--force replaces a file)", str(target))
-    with _connected(arguments) as connection:
+    if target.exists() and not target.is_file():
+        raise InvalidConfigValue(
+            f"{target} is not a regular file", remedy="name a new file, or one to --force over"
+        )
+    if target.exists() and not arguments.force:
+        raise InvalidConfigValue(
+            f"{target} is there already", remedy="name another file, or replace it with --force"
+        )
+    with connected(arguments) as connection:
         (ref,) = _found(connection, [arguments.ref])
         record = connection.quarantine.read(ref)
     if arguments.force:
@@ -130,13 +137,13 @@ def _write_new(path: Path, record: bytes) -> None:
         try:
             file.write(record)
             file.flush()
-        except OSError:
+        except OSError as error:
             path.unlink()
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    with _connected(arguments) as connection:
+    with connected(arguments) as connection:
         refs = _found(connection, arguments.refs) if arguments.refs else None
         freed = connection.quarantine.clear(refs)
     print(f"{freed} freed")
@@ -159,9 +166,3 @@ def _found(connection: Connection, wanted: Sequence[_Ref]) -> list[PageRef]:
 
 def _by_name(pages: Iterable[QuarantinedPage]) -> dict[_Ref, PageRef]:
     return {_name(page.ref): page.ref for page in pages}
-
-
-def _connected(arguments: argparse.Namespace) -> Connection:
-    from kvtier.client import connect
-
-    return connect(daemon_url(arguments), deadline=arguments.timeout)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.options import add_url, daemon_url
+from kvtier.cli.options import add_url, connected
 from kvtier.cli.table import table
 from kvtier.config_kinds import size_text
 
@@ -35,9 +35,7 @@ def register(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from kvtier.client import connect
-
-    with connect(daemon_url(arguments), deadline=arguments.timeout) as connection:
+    with connected(arguments) as connection:
         status = connection.status()
     if arguments.json:
         print(json.dumps(dataclasses.asdict(status), default=_plain, indent=2))

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from kvtier.cli.options import add_url, daemon_url
+from kvtier.cli.options import add_url, connected
 from kvtier.config_kinds import Size
 
 if TYPE_CHECKING:
@@ -52,14 +52,13 @@ def _rate(text: str) -> int:
     try:
         return _RATE.parse_text(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+        message = f"{text!r}: {error}; allowed: {_RATE.allowed}"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from kvtier.client import connect
-
     bad = 0
-    with connect(daemon_url(arguments), deadline=arguments.timeout) as connection:
+    with connected(arguments) as connection:
         tiers = [arguments.tier]
         if arguments.tier == _ALL:
             there = {tier.name.lower() for tier in connection.capabilities().tiers}

@@ -7,6 +7,7 @@ for them), so all of them stand in the registry below; a test compares it with t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -83,8 +84,17 @@ EVENTS: dict[str, str] = {
     "nvme.move_crashed": "A movement met an unexpected error; the traceback follows.",
     "rpc.traced": "A call that named the trace it belongs to (level debug).",
     "rpc.crashed": "A call met an unexpected error; the traceback follows.",
+    "rpc.cut_off": "A call ended, by its client or with the daemon, before its answer was sent.",
     "task.crashed": "A background task met an unexpected error; it goes on.",
 }
+
+log = logging.getLogger(__name__)
+
+#: Where gRPC's asyncio server logs, and how its lines about calls that were ended begin
+#: (grpc 1.85, _cython/_cygrpc/aio/server.pyx.pxi, `_handle_exceptions` and `_schedule_rpc_coro`).
+_GRPC_SERVER = "grpc._cython.cygrpc"
+_BATCH_FAILED = "ExecuteBatchError raised in core by servicer method"
+_NOT_HANDLED = "Exception not handled by _handle_exceptions in servicer method"
 
 _PLAIN = re.compile(r"[^\s\"=\\]+")
 _RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -96,8 +106,24 @@ def setup_logging(level: LogLevel, style: LogFormat) -> None:
     handler.setFormatter(_Json() if style is LogFormat.JSON else _Logfmt())
     logging.basicConfig(level=level.value.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
+    library = logging.getLogger(_GRPC_SERVER)
+    library.filters[:] = [_is_no_cut_off]
     # asyncio's own debug lines are about its internals.
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def _is_no_cut_off(record: logging.LogRecord) -> bool:
+    """False of what gRPC says, with a traceback and as an error, of a call that was ended a moment
+    before its answer could be sent, or cancelled: one event of ours says that. A fault of ours in a
+    call is another of its lines ("Unexpected [...] raised by servicer method"), and stays.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    start, _, method = record.getMessage().partition(" [")
+    is_cancelled = start == _NOT_HANDLED and isinstance(error, asyncio.CancelledError)
+    if start != _BATCH_FAILED and not is_cancelled:
+        return True
+    log.info("rpc.cut_off", extra={"rpc": method.rstrip("]"), "why": str(error) or "cancelled"})
+    return False
 
 
 def _facts(record: logging.LogRecord) -> dict[str, Any]:
@@ -117,8 +143,10 @@ def _facts(record: logging.LogRecord) -> dict[str, Any]:
 
 class _Logfmt(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        line = " ".join(f"{key}={_quoted(value)}" for key, value in _facts(record).items())
-        return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
+        facts = _facts(record)
+        if record.exc_info:
+            facts["traceback"] = self.formatException(record.exc_info)
+        return " ".join(f"{key}={_quoted(value)}" for key, value in facts.items())
 
 
 class _Json(logging.Formatter):

@@ -80,6 +80,7 @@ _REMEDY_BY_CODE: Final[dict[grpc.StatusCode, str]] = {
     grpc.StatusCode.UNAVAILABLE: "see that the daemon runs and listens at this address",
     grpc.StatusCode.DEADLINE_EXCEEDED: "compute the page; raise `deadline` if this happens often",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "try again later, with fewer calls at once",
+    grpc.StatusCode.CANCELLED: "see that the daemon still runs; its log says why a call is ended",
     grpc.StatusCode.UNIMPLEMENTED: "the methods of this daemon are listed in its capabilities",
 }
 _REMEDY_ELSE: Final = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -214,3 +215,18 @@ def test_ceilings_with_a_time_to_live(bench, trace):
     assert "with a time to live of 5 s since the last use" in bench(*words).out
     for wrong in ("", "x", "0", "nan", "5,,6"):
         assert "is no number of seconds" in refused(bench(*words[:-1], wrong, code=2))
+
+
+def test_files_that_never_end_or_never_answer(bench, trace, results, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtier.bench.compare._SILENCE_S", 0.05)
+    monkeypatch.setattr("kvtier.cli.bench_model._SILENCE_S", 0.05)
+    monkeypatch.setattr("kvtier.bench.compare._BYTES_MAX", 1 << 20)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for named, why in ((pipe, "nobody writes to this pipe"), ("/dev/zero", "more than")):
+        assert why in refused(bench("compare", results[0], named, code=2))
+    assert "nobody writes" in refused(bench("hit-ratio", trace, "--layout", pipe, code=2))
+    assert "too large" in refused(bench("hit-ratio", trace, "--layout", "/dev/zero", code=2))
+    for named in (pipe, "/dev/zero"):
+        assert "is a pipe or device" in refused(bench("hit-ratio", named, code=2))
+    assert "is a named pipe" in refused(bench("hit-ratio", trace, "--csv", pipe, code=2))

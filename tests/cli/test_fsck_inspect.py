@@ -81,7 +81,8 @@ def test_the_words_of_it(files, capsys):
     assert "total   3         6" in said
     assert "checkpoint: good, number 2" in said
     assert "journal-0000000002: 3 frames, 0 damaged, 0 torn bytes" in said
-    assert said.endswith(f"{files.directory}: clean\n")
+    looked = [f"looked at: {files.base / f'device{n}'} (device {n})\n" for n in range(2)]
+    assert said.endswith("".join(looked) + f"{files.directory}: clean\n")
     flip(files.segment(0), files.offset(0))
     assert main(["fsck", str(files.directory)]) == 1
     said = capsys.readouterr().out

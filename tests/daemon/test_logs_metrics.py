@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import logging
 from pathlib import Path
 
 import pytest
+from grpc._cython import cygrpc
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -97,6 +99,43 @@ def test_foreign_lines_and_tracebacks(lines):
     assert first["message"] == "100 percent"
     assert second["event"] == "rpc.crashed"
     assert "ValueError: boom" in second["traceback"]
+
+
+def test_a_traceback_is_in_its_line(lines):
+    text = lines(LogFormat.LOGFMT)
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        logging.getLogger("kvtier.test").exception("rpc.crashed", extra={"rpc": "Get"})
+    (line,) = text().splitlines()
+    assert " event=rpc.crashed rpc=Get traceback=" in line
+    assert json.loads(line.partition("traceback=")[2]).splitlines()[-1] == "ValueError: boom"
+
+
+def test_a_call_that_was_cut_off_is_one_event(lines):
+    """gRPC's own logger, given what it says in such a case, and what it says of a fault."""
+    text = lines(LogFormat.LOGFMT)
+    setup_logging(LogLevel.INFO, LogFormat.LOGFMT)  # twice is as once
+    library = logging.getLogger(cygrpc.__name__)
+    try:
+        raise cygrpc.ExecuteBatchError("Failed grpc_call_start_batch: 8")
+    except cygrpc.ExecuteBatchError:
+        library.exception(
+            "ExecuteBatchError raised in core by servicer method [/kvtier.v1.Admin/GetCapabilities]"
+        )
+        library.exception("Unexpected [%s] raised by servicer method [%s]", "KeyError", "/a/B")
+    not_handled = "Exception not handled by _handle_exceptions in servicer method [/a/Verify]"
+    for error in (asyncio.CancelledError(), KeyError("x")):
+        library.error(not_handled, exc_info=error)
+    first, second, third, fourth = text().splitlines()
+    assert third.split(" ", 1)[1] == "level=info event=rpc.cut_off rpc=/a/Verify why=cancelled"
+    assert " level=error event=log " in fourth
+    assert first.split(" ", 1)[1] == (
+        "level=info event=rpc.cut_off rpc=/kvtier.v1.Admin/GetCapabilities "
+        'why="Failed grpc_call_start_batch: 8"'
+    )
+    assert " level=error event=log " in second
+    assert "KeyError" in second
 
 
 # -- metrics --------------------------------------------------------------------------------------

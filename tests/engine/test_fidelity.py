@@ -254,6 +254,10 @@ def test_the_command_says_what_is_wrong_without_a_traceback(tmp_path):
         (["--rest-tokens", "1"], "1 after them"),
         (["--skip", "text", "questions", "--answer-tokens", "9000"], "tool task 1 with its answer"),
         (["--context-tokens", "9000"], "the text's windows: 9056 tokens"),
+        (
+            ["--skip", "text", "tools", "--questions", "/dev/zero"],
+            "/dev/zero is not a regular file",
+        ),
         (["--skip", "text", "tools", "--page-tokens", "512", "--context-tokens", "512"], "a page"),
     ],
 )

@@ -46,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if not 1 <= number <= 512:
-        raise argparse.ArgumentTypeError(f"{number} is not between 1 and 512")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 512")
     return number

@@ -64,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if not 1 <= number <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{number} is not between 1 and {1 << 20}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {1 << 20}")
     return number

@@ -72,6 +72,10 @@ def _work(args: argparse.Namespace, model: LoadedModel) -> _Work:
     with ExitStack() as until_read:
 
         def place(given: Path | None, shipped: str) -> Path:
+            if given is not None and given.exists() and not given.is_file():
+                raise InvalidRequest(
+                    f"{given} is not a regular file", remedy="name a file, no folder or pipe"
+                )
             home = files("kvtier_engine") / "fidelity"
             return given or until_read.enter_context(as_file(home / shipped))
 

@@ -80,7 +80,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return number

@@ -361,7 +361,7 @@ async def _next_report(call: Any, seconds: float) -> Any:
             return await call.read()
     except TimeoutError:
         raise DeadlineExceeded(
-            f"the daemon has reported nothing for {seconds:.1f} s",
+            f"the daemon has reported nothing for {seconds:g} s",
             remedy="see whether it is stopped or overloaded; raise `deadline`",
         ) from None
 
