@@ -29,6 +29,7 @@ from kvtier.tiers.nvme_checkpoint import (
 )
 from kvtier.tiers.nvme_geometry import Geometry, load_geometry, split_slab
 from kvtier.tiers.nvme_journal import JournalContents, journal_paths, read_journal
+from kvtier.tiers.nvme_lengths import JournalLengths, read_lengths
 from kvtier.tiers.nvme_reader import DeviceLook, SegmentReader, look_at_device
 from kvtier.tiers.nvme_recovery import Recovered, recover
 from kvtier.tiers.nvme_scan import SlabScan, scan_slab
@@ -167,7 +168,7 @@ def _check_tier(
         reader.close()
     _count_namespaces(findings, recovered, is_whole, families)
     _read_journals(findings, geometry)
-    _sum_up(findings, recovered)
+    _sum_up(findings, recovered, read_lengths(findings.path, geometry.directory_id))
 
 
 class _SlabCheck:
@@ -293,7 +294,7 @@ def _read_journals(findings: DirectoryFindings, geometry: Geometry) -> None:
             findings.damage.append(str(error))
 
 
-def _sum_up(findings: DirectoryFindings, recovered: Recovered) -> None:
+def _sum_up(findings: DirectoryFindings, recovered: Recovered, lengths: JournalLengths) -> None:
     """Everything that is wrong, a line each."""
     damage = findings.damage
     for file in findings.checkpoints:
@@ -303,7 +304,12 @@ def _sum_up(findings: DirectoryFindings, recovered: Recovered) -> None:
         if journal.bad_frames:
             damage.append(f"{journal.path.name}: {journal.bad_frames} damaged frames")
         if journal.torn_bytes:
-            damage.append(f"{journal.path.name}: a torn tail of {journal.torn_bytes} bytes")
+            words = f"{journal.path.name}: a torn tail of {journal.torn_bytes} bytes"
+            # With a note of the length, `cut` below tells what was lost: this is an entry that
+            # nobody was told of, as a crash leaves one.
+            is_known = journal.number in lengths.of
+            (findings.notes if is_known else damage).append(words)
+    damage += recovered.report.cut
     if recovered.report.is_lost:
         damage.append(f"no page would come back: {recovered.report.why}")
     if recovered.report.unplaced:

@@ -84,6 +84,8 @@ class NvmeService:
         started = time.monotonic()
         recovered = await asyncio.to_thread(self._recover)
         self.report = recovered.report
+        for what in recovered.report.warnings():
+            log.warning("nvme.recovery", extra={"what": what})
         spent = self._store.snapshots.last_generation
         if recovered.last_generation > spent:
             raise DirectoryError(

@@ -12,6 +12,7 @@ from kvtier.daemon.registry import Registry
 from kvtier.tiers.nvme_checkpoint import CHECKPOINT, CHECKPOINT_OLD
 from kvtier.tiers.nvme_geometry import load_geometry
 from kvtier.tiers.nvme_journal import journal_paths
+from kvtier.tiers.nvme_lengths import read_lengths
 
 __all__ = ["keep_deletes"]
 
@@ -30,5 +31,7 @@ async def keep_deletes(directory: Path, store: Store, registry: Registry) -> Dur
         segment_bytes=geometry.segment_bytes,
         journal_bytes_max=0,
     )
-    await durability.begin(max(journals) + 1, has_base=True, can_checkpoint=False)
+    # One that is gone must stay a gap, by which the next boot with the tier notices it.
+    newest = max(*journals, read_lengths(directory, geometry.directory_id).newest)
+    await durability.begin(newest + 1, has_base=True, can_checkpoint=False)
     return durability

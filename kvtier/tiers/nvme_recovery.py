@@ -51,6 +51,7 @@ from kvtier.tiers.nvme_journal import (
     read_journal,
     remove_old,
 )
+from kvtier.tiers.nvme_lengths import LENGTHS, JournalLengths, read_lengths
 from kvtier.tiers.nvme_scan import SlabScan, is_whole, scan_slab
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
 from kvtier.tiers.nvme_survivors import Happenings, Place, Survivors, survivors
@@ -84,6 +85,9 @@ class RecoveryReport:
     entries: int = 0
     bad_frames: int = 0
     torn_bytes: int = 0
+    #: Of the journals: what was acknowledged and is not there any more.
+    cut: tuple[str, ...] = ()
+    cut_bytes: int = 0
     segments_scanned: int = 0
     skipped: tuple[str, ...] = ()
     slots: int = 0
@@ -113,6 +117,7 @@ class RecoveryReport:
             said.append("the checkpoint before the newest was used")
         if self.bad_frames:
             said.append(f"{self.bad_frames} damaged entries of the journal were left out")
+        said += self.cut
         if self.damaged or self.misplaced:
             said.append(f"{self.damaged + self.misplaced} records have a damaged header")
         return said + [f"{text} (not read)" for text in self.skipped]
@@ -158,8 +163,9 @@ def recover(
     base, chosen, bad = _choose(directory, directory_id)
     paths = journal_paths(directory)
     numbers = [number for number in paths if chosen is not None and number >= chosen.number]
+    lengths = read_lengths(directory, directory_id)
     next_number = max([*paths, *(file.number for file in bad), chosen.number if chosen else 0]) + 1
-    why = _why_lost(chosen, numbers, is_used=bool(paths or bad))
+    why = _why_lost(chosen, numbers, lengths, is_used=bool(paths or bad or lengths.of))
     bad_checkpoints = tuple(f"{file.path.name}: {file.reason}" for file in bad)
     if chosen is None or chosen.snapshot is None or why:
         report = RecoveryReport(
@@ -189,6 +195,8 @@ def recover(
             is_lost=False,
             why="",
             **_journal_counts(journals),
+            cut=_cut(journals, lengths),
+            cut_bytes=sum(lengths.lost_bytes(j.number, j.good_bytes) for j in journals),
             **_scan_counts(scans),
             **_page_counts(found),
             skipped=skipped,
@@ -210,13 +218,21 @@ def _choose(
     return Base.NONE, None, bad
 
 
-def _why_lost(chosen: CheckpointFile | None, numbers: Sequence[int], *, is_used: bool) -> str:
+def _why_lost(
+    chosen: CheckpointFile | None,
+    numbers: Sequence[int],
+    lengths: JournalLengths,
+    *,
+    is_used: bool,
+) -> str:
     """Why deleted pages could come back, or ""; `numbers` are the journals from `chosen` on."""
     if chosen is None:
         return "there is no whole checkpoint" if is_used else ""
     for before, number in pairwise([chosen.number - 1, *numbers]):
         if number != before + 1:
-            return f"journal {before + 1} is missing"
+            return f"journal {before + 1} is missing (journal {number} is there)"
+    if numbers and lengths.newest > numbers[-1]:
+        return f"journal {lengths.newest} is missing, the newest"
     return "" if numbers else f"journal {chosen.number} is missing"
 
 
@@ -314,6 +330,22 @@ def _journal_counts(journals: Sequence[JournalContents]) -> dict[str, int]:
         "bad_frames": sum(journal.bad_frames for journal in journals),
         "torn_bytes": sum(journal.torn_bytes for journal in journals),
     }
+
+
+def _cut(journals: Sequence[JournalContents], lengths: JournalLengths) -> tuple[str, ...]:
+    """What is missing at the end of journals, and cannot be what a crash left: a crash loses only
+    what nobody was told of."""
+    said = []
+    if lengths.problem:
+        said.append(f"{LENGTHS}: {lengths.problem}: whether a journal was cut short is not known")
+    for journal in journals:
+        lost = lengths.lost_bytes(journal.number, journal.good_bytes)
+        if lost:
+            said.append(
+                f"{journal.path.name} was cut short or damaged at its end: {lost} bytes of entries"
+                " that were acknowledged are gone; what they deleted can be back"
+            )
+    return tuple(said)
 
 
 def _scan_counts(scans: Sequence[SlabScan]) -> dict[str, int]:

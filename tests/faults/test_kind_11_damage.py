@@ -24,6 +24,7 @@ from fault_rig import (
     warnings_of,
 )
 
+from kvtier.cli.directory_check import check_directory
 from kvtier.packing.checksum import header_sum
 from kvtier.tiers.nvme_journal import Delete, Mark, journal_paths, read_journal
 from kvtier.tiers.sealed_file import read_sealed, write_sealed
@@ -117,10 +118,70 @@ def test_a_journal_cut_short_loses_its_last_frame_alone(daemon, connect, left_by
     """More than a kill can do: what was synced is gone."""
     journal = newest_journal(daemon)
     assert isinstance(read_journal(journal).entries[-1], Delete)
+    frame_bytes = journal.stat().st_size - frame_offsets(journal)[-1]
     os.truncate(journal, frame_offsets(journal)[-1] + left_bytes)
     daemon.start()
     assert recovered(daemon)["torn_bytes"] == left_bytes
-    check_served(connect, daemon, [HIT] * COUNT)
+    assert recovered(daemon)["cut_bytes"] == frame_bytes
+    said = check_served(connect, daemon, [HIT] * COUNT)
+    named = f"{journal.name} was cut short or damaged at its end: {frame_bytes} bytes of entries"
+    assert named in said
+    assert f"{named} that were acknowledged are gone" in daemon.log
+
+
+@pytest.mark.parametrize("left_bytes", [0, 64])
+def test_a_journal_cut_to_its_head_or_less_is_named(daemon, connect, left_bytes):
+    journal = newest_journal(daemon)
+    os.truncate(journal, left_bytes)
+    findings = check_directory(daemon.directory, payloads=False)
+    assert any(f"{journal.name} was cut short" in what for what in findings.damage)
+    daemon.start()
+    with connect(daemon) as kv:
+        assert f"{journal.name} was cut short or damaged at its end: " in warnings_of(kv)
+
+
+def test_a_damaged_last_entry_is_no_torn_tail(daemon, connect):
+    journal = newest_journal(daemon)
+    flip_bit(journal, frame_offsets(journal)[-1] + 34, 3)
+    daemon.start()
+    said = check_served(connect, daemon, [HIT] * COUNT)
+    assert f"{journal.name} was cut short or damaged at its end: " in said
+
+
+def test_an_entry_that_nobody_was_told_of_is_no_damage(daemon):
+    journal = newest_journal(daemon)
+    with journal.open("ab") as file:
+        file.write(journal.read_bytes()[64:100])
+    findings = check_directory(daemon.directory, payloads=False)
+    assert findings.damage == []
+    assert f"{journal.name}: a torn tail of 36 bytes" in findings.notes
+
+
+@pytest.mark.parametrize("between", ["with the tier", "without the tier"])
+def test_the_newest_journal_that_is_missing(daemon, connect, make_daemon, between):
+    """Nothing comes after it that would show the gap; what it deleted must not be back."""
+    daemon.start()
+    kv, ns = opened(connect, daemon)
+    ns.delete(PAGES.keys([1]))
+    kv.close()
+    daemon.kill()
+    newest = newest_journal(daemon)
+    assert newest.name == "journal-0000000002"
+    newest.unlink()
+    if between == "without the tier":
+        without = make_daemon(*SETTINGS, "nvme.paths=").start()
+        without.kill()
+    daemon.start()
+    said = check_served(connect, daemon, [MISS] * COUNT)
+    assert "journal 2 is missing" in said
+    assert "no page of earlier boots is trusted" in said
+
+
+def test_a_damaged_note_of_lengths_is_named(daemon, connect):
+    flip_bit(daemon.directory / "journals", 40, 1)
+    daemon.start()
+    said = check_served(connect, daemon, expected())
+    assert "journals: its checksum does not match: whether a journal was cut short" in said
 
 
 def test_a_bad_frame_in_the_middle_costs_what_it_said(daemon, connect):
