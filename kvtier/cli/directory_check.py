@@ -155,6 +155,7 @@ def _check_tier(
             slabs=reader.slabs(),
             segment_bytes=geometry.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
+            is_expected=lambda slab: _is_expected(looks, slab),
             threads=1,
         )
         device_of = {device.look.number: device for device in findings.devices}
@@ -169,6 +170,15 @@ def _check_tier(
     _count_namespaces(findings, recovered, is_whole, families)
     _read_journals(findings, geometry)
     _sum_up(findings, recovered, read_lengths(findings.path, geometry.directory_id))
+
+
+def _is_expected(looks: Sequence[DeviceLook], slab: int) -> bool:
+    """Whether a segment is named by nothing else when it is not there."""
+    number, local = split_slab(slab)
+    return any(
+        look.number == number and not look.problem and local not in look.rejected_segments
+        for look in looks
+    )
 
 
 class _SlabCheck:
@@ -309,7 +319,7 @@ def _sum_up(findings: DirectoryFindings, recovered: Recovered, lengths: JournalL
             # nobody was told of, as a crash leaves one.
             is_known = journal.number in lengths.of
             (findings.notes if is_known else damage).append(words)
-    damage += recovered.report.cut
+    damage += [*recovered.report.cut, *recovered.report.gone]
     if recovered.report.is_lost:
         damage.append(f"no page would come back: {recovered.report.why}")
     if recovered.report.unplaced:

@@ -29,8 +29,10 @@ from kvtier.daemon.tiering import Tiering
 from kvtier.errors import DirectoryError, TierIOError
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import (
+    DEVICE_SLABS_MAX,
     journal_bytes_max,
     slab_number,
+    split_slab,
 )
 from kvtier.tiers.nvme_recovery import Recovered, RecoveryReport, recover, remove_old
 from kvtier.transfer.mover import Mover
@@ -205,7 +207,9 @@ class NvmeService:
             # Where nvme.bytes is less than it was; what cannot be used takes up room as well.
             for local in sorted(n for n in device.segments if n >= limit):
                 tier.remove_segment(slab_number(device.number, local))
-            for local in sorted(n for n in device.rejected_segments if n >= limit):
+            # What has a number that no segment can have is nothing of kvtier's: it stays.
+            rejected = sorted(device.rejected_segments)
+            for local in [n for n in rejected if limit <= n < DEVICE_SLABS_MAX]:
                 with suppress(TierIOError):  # it stays, and is named in the warnings
                     tier.remove_segment(slab_number(device.number, local))
         families = self._registry.families()
@@ -216,8 +220,18 @@ class NvmeService:
             slabs=tier.slabs(),
             segment_bytes=tier.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
+            is_expected=self._is_expected,
             threads=self.parts.config.io_threads,
         )
+
+    def _is_expected(self, slab: int) -> bool:
+        """Whether a segment that held pages should be there: neither over the cap, nor of a device
+        that is not used, nor named as rejected already."""
+        number, local = split_slab(slab)
+        devices = {device.number: device for device in self.parts.tier.devices}
+        if number not in devices or local >= self.parts.plan.segments_per_device:
+            return False
+        return local not in devices[number].rejected_segments
 
     def _load(self, recovered: Recovered) -> int:
         self.devices.adopt(self.parts.tier.slabs())

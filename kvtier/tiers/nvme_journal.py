@@ -73,7 +73,7 @@ __all__ = [
     "remove_unused",
 ]
 
-_NAME: Final = re.compile(r"journal-([0-9]{10,19})")
+_NAME: Final = re.compile(r"journal-([0-9]{10}|[1-9][0-9]{10,18})")
 #: Files of a write that never ended, of the writers that rest while `remove_old` runs.
 _LEFTOVERS: Final = ("checkpoint.tmp", "geometry.tmp")
 

@@ -48,6 +48,7 @@ class DeviceLook:
     rejected: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
+    rejected_segments: list[int] = field(default_factory=list)
 
 
 def look_at_device(geometry: Geometry, number: int, path: Path) -> DeviceLook:
@@ -79,6 +80,7 @@ def look_at_device(geometry: Geometry, number: int, path: Path) -> DeviceLook:
             why = _difference(path / name, geometry, number, local)
             if why:
                 look.rejected.append(f"{name}: {why}")
+                look.rejected_segments.append(local)
             else:
                 look.segments.append(local)
     return look

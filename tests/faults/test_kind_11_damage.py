@@ -11,88 +11,28 @@ import time
 import msgpack
 import pytest
 import xxhash
-from fault_rig import (
-    GetCode,
-    Pages,
-    Saved,
-    disk_usage,
-    flip_bit,
-    records,
-    recovered,
-    refused,
-    tier_of,
-    warnings_of,
+from damage_rig import (
+    COUNT,
+    HIT,
+    MISS,
+    PAGES,
+    check_served,
+    expected,
+    frame_offsets,
+    killed_daemon,
+    newest_journal,
+    opened,
 )
+from fault_rig import Saved, flip_bit, records, recovered, refused, warnings_of
 
-from kvtier.cli.directory_check import check_directory
 from kvtier.packing.checksum import header_sum
-from kvtier.tiers.nvme_journal import Delete, Mark, journal_paths, read_journal
+from kvtier.tiers.nvme_journal import Delete, Mark, read_journal
 from kvtier.tiers.sealed_file import read_sealed, write_sealed
-
-HIT, MISS = GetCode.HIT, GetCode.MISS
-PAGES = Pages(5_000)
-COUNT = 120
-SETTINGS = ("nvme.bytes=8MiB", "nvme.checkpoint_s=3600")
-
-
-def opened(connect, daemon):
-    kv = connect(daemon)
-    return kv, kv.namespace(PAGES.layout)
 
 
 @pytest.fixture
 def daemon(make_daemon, connect):
-    """One that was killed over COUNT durable pages, of which those that 10 divides are deleted:
-    all of it in the journal, none in the checkpoint.
-    """
-    made = make_daemon(*SETTINGS).start()
-    kv, ns = opened(connect, made)
-    for at in range(0, COUNT, 12):
-        PAGES.put(ns, range(at, at + 12))
-    ns.delete(PAGES.keys(range(0, COUNT, 10)))
-    kv.close()
-    made.kill()
-    return made
-
-
-def expected(but: set[int] = frozenset()) -> list[GetCode]:
-    return [MISS if n % 10 == 0 or n in but else HIT for n in range(COUNT)]
-
-
-def check_served(connect, daemon, codes: list[GetCode], *, unsure: bool = False) -> str:
-    """It has what `codes` say, takes new pages, keeps them over a kill; its first warnings.
-
-    `unsure`: of misses the next start may find some in a segment that is used again.
-    """
-    kv, ns = opened(connect, daemon)
-    warnings = warnings_of(kv)
-    assert tier_of(kv).pages_sealed == codes.count(HIT)
-    assert PAGES.get(ns, range(COUNT)) == codes
-    PAGES.put(ns, range(COUNT, COUNT + 20))
-    kv.close()
-    daemon.kill()
-    daemon.start()
-    _, ns = opened(connect, daemon)
-    again = PAGES.get(ns, range(COUNT + 20))
-    kept = [
-        before if unsure and before is MISS else now
-        for before, now in zip(codes, again, strict=False)
-    ]
-    assert kept + again[COUNT:] == codes + [HIT] * 20
-    assert disk_usage(daemon.directory, daemon.base / "nv") <= 8 << 20
-    return warnings
-
-
-def newest_journal(daemon):
-    return max(journal_paths(daemon.directory).values())
-
-
-def frame_offsets(path) -> list[int]:
-    data, at, found = path.read_bytes(), 0, []
-    while (at := data.find(b"\x89KVTFRM\n", at)) >= 0:
-        found.append(at)
-        at += 1
-    return found
+    return killed_daemon(make_daemon, connect)
 
 
 def marked(path, daemon) -> dict[int, int]:
@@ -127,61 +67,6 @@ def test_a_journal_cut_short_loses_its_last_frame_alone(daemon, connect, left_by
     named = f"{journal.name} was cut short or damaged at its end: {frame_bytes} bytes of entries"
     assert named in said
     assert f"{named} that were acknowledged are gone" in daemon.log
-
-
-@pytest.mark.parametrize("left_bytes", [0, 64])
-def test_a_journal_cut_to_its_head_or_less_is_named(daemon, connect, left_bytes):
-    journal = newest_journal(daemon)
-    os.truncate(journal, left_bytes)
-    findings = check_directory(daemon.directory, payloads=False)
-    assert any(f"{journal.name} was cut short" in what for what in findings.damage)
-    daemon.start()
-    with connect(daemon) as kv:
-        assert f"{journal.name} was cut short or damaged at its end: " in warnings_of(kv)
-
-
-def test_a_damaged_last_entry_is_no_torn_tail(daemon, connect):
-    journal = newest_journal(daemon)
-    flip_bit(journal, frame_offsets(journal)[-1] + 34, 3)
-    daemon.start()
-    said = check_served(connect, daemon, [HIT] * COUNT)
-    assert f"{journal.name} was cut short or damaged at its end: " in said
-
-
-def test_an_entry_that_nobody_was_told_of_is_no_damage(daemon):
-    journal = newest_journal(daemon)
-    with journal.open("ab") as file:
-        file.write(journal.read_bytes()[64:100])
-    findings = check_directory(daemon.directory, payloads=False)
-    assert findings.damage == []
-    assert f"{journal.name}: a torn tail of 36 bytes" in findings.notes
-
-
-@pytest.mark.parametrize("between", ["with the tier", "without the tier"])
-def test_the_newest_journal_that_is_missing(daemon, connect, make_daemon, between):
-    """Nothing comes after it that would show the gap; what it deleted must not be back."""
-    daemon.start()
-    kv, ns = opened(connect, daemon)
-    ns.delete(PAGES.keys([1]))
-    kv.close()
-    daemon.kill()
-    newest = newest_journal(daemon)
-    assert newest.name == "journal-0000000002"
-    newest.unlink()
-    if between == "without the tier":
-        without = make_daemon(*SETTINGS, "nvme.paths=").start()
-        without.kill()
-    daemon.start()
-    said = check_served(connect, daemon, [MISS] * COUNT)
-    assert "journal 2 is missing" in said
-    assert "no page of earlier boots is trusted" in said
-
-
-def test_a_damaged_note_of_lengths_is_named(daemon, connect):
-    flip_bit(daemon.directory / "journals", 40, 1)
-    daemon.start()
-    said = check_served(connect, daemon, expected())
-    assert "journals: its checksum does not match: whether a journal was cut short" in said
 
 
 def test_a_bad_frame_in_the_middle_costs_what_it_said(daemon, connect):
