@@ -46,6 +46,7 @@ _CODECS = {CodecName.RAW: Codec.RAW, CodecName.FP8: Codec.FP8}
 _SCAN_SLOTS_MAX = 50_000
 _CLEAN_S = 0.05
 _SWEEP_S = 0.1
+_FILES_S = 1.0
 #: What each step of the end may take after the drain deadline.
 _END_MOVES_S, _END_SYNC_S, _END_CHECKPOINT_S = 1.0, 2.0, 5.0
 _CLEAN_PAUSE_MAX_S = 2.0
@@ -77,6 +78,7 @@ class NvmeService:
             subject_of=registry.subject_of,
             budget=WriteBudget(config.write_bytes_per_day, time.monotonic()),
             streams=config.io_threads * len(parts.tier.devices),
+            confirm=self.devices.check_files,
         )
         self.report: RecoveryReport | None = None
         self._clean_pause_s = 0.0
@@ -99,7 +101,7 @@ class NvmeService:
         await self.durability.begin(
             recovered.next_number, has_base=recovered.base_number is not None
         )
-        await asyncio.to_thread(self.devices.probe_all)
+        await self.devices.probe_all()
         log.info(
             "nvme.recovered",
             extra={
@@ -116,6 +118,7 @@ class NvmeService:
         return [
             ("nvme clean", self._clean, _CLEAN_S),
             ("nvme sync", self.devices.sync, config.sync_s),
+            ("nvme files", self.devices.check_files, _FILES_S),
             ("nvme retry", self.devices.retry, min(config.retry_s, 1.0)),
             ("nvme sweep", self.devices.sweep, _SWEEP_S),
             ("nvme checkpoint", self._checkpoint_if_due, min(config.checkpoint_s, 1.0)),

@@ -1,5 +1,5 @@
-"""A daemon without NVMe over a directory that has pages on it: they wait for the next boot with the
-tier, and what is deleted meanwhile must not come back then.
+"""A daemon without NVMe (not configured, or no device usable) over a directory that has pages on
+it: they wait for the next boot with the tier, and what is deleted meanwhile must not come back.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ class ScrubParts:
     `identity_of(namespace number, shard)` is None for a number that has ended. `recheck(reading,
     identity, key)` reads the copy again and says whether it is whole; a TierIOError, Busy or
     TimeoutError from it counts the page as not read.
-    `condemn` says whether that allocation was still there to be condemned.
+    `condemn` says whether that allocation was still there to be condemned. `confirm` returns when
+    pages of NVMe that are gone with their files are misses.
     """
 
     store: Store
@@ -86,6 +87,7 @@ class ScrubParts:
     recheck: Callable[[Reading, Identity, bytes], Awaitable[bool]]
     condemn: Callable[[Reading], Awaitable[bool]]
     nvme: NvmeFiles | None = None
+    confirm: Callable[[], Awaitable[None]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
