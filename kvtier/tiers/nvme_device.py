@@ -376,7 +376,9 @@ def _check_named(file: DirectFile) -> None:
 def _failed(
     path: Path, operation: TierOperation, error: OSError, *, slot: int | None = None
 ) -> TierIOError:
-    words = f"{error.strerror or error} in {path}"
+    # The file, where the system names one: rights may be missing to it alone.
+    named = error.filename if isinstance(error.filename, str) else ""
+    words = f"{error.strerror or error} in {named if named.startswith(str(path)) else path}"
     located = OSError(error.errno or 0, words)
     located.__cause__ = error
     return tier_io_error(Tier.NVME, operation, located, slot=slot)

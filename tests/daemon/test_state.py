@@ -17,6 +17,7 @@ import pytest
 
 from kvtier.daemon.state import new_boot_id, open_directory
 from kvtier.errors import DirectoryError
+from kvtier.tiers import nvme_state, sealed_file
 from kvtier.tiers.nvme_checkpoint import oldest_number
 from kvtier.tiers.nvme_lengths import read_lengths
 from kvtier.tiers.nvme_state import read_file
@@ -96,6 +97,34 @@ def test_what_is_no_file_is_refused_and_not_waited_for(path, make):
         with pytest.raises(DirectoryError, match=f"{name} .*(not a regular file|Is a directory)"):
             reader(path)
         shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("name", ["generations", "checkpoint"])
+@pytest.mark.parametrize(
+    ("number", "wanted", "unwanted"),
+    [
+        (errno.EACCES, "Give the daemon's user", "--discard-cache"),
+        (errno.EPERM, "Give the daemon's user", "SMART"),
+        (errno.EIO, "SMART", "chown"),
+    ],
+)
+def test_the_remedy_for_a_file_that_cannot_be_read(
+    path, monkeypatch, name, number, wanted, unwanted
+):
+    def failing(path: Path) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    module, read = (
+        (nvme_state, nvme_state.read_file)
+        if name == "checkpoint"
+        else (sealed_file, lambda at: read_sealed(at, b"gens"))
+    )
+    monkeypatch.setattr(module, "read_plain", failing)
+    with pytest.raises(DirectoryError, match=f"{name} cannot be read: ") as caught:
+        read(path / name)
+    assert wanted in caught.value.remedy
+    assert unwanted not in caught.value.remedy
+    assert (str(path / name) in caught.value.remedy) == (number != errno.EIO)
 
 
 def test_what_lies_in_the_way_of_a_new_version_is_replaced(tmp_path):
