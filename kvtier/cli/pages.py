@@ -120,7 +120,8 @@ def _put(arguments: argparse.Namespace) -> int:
         if put.durable < len(put.codes):
             raise NotDurable(
                 f"{len(put.codes) - put.durable} of {len(put.codes)} pages are not on NVMe",
-                remedy="see the NVMe tier in `kvtier status`; put it again when it has room",
+                remedy="see the NVMe tier and the warnings in `kvtier status`: put it again when "
+                "there is room; a page that is longer than a segment needs a larger nvme.bytes",
             )
     return 0
 

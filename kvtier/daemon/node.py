@@ -123,6 +123,7 @@ class Node:
                 condemn=self._condemn,
                 nvme=self.nvme.segments_to_scrub() if self.nvme else None,
                 confirm=self.nvme.devices.check_files if self.nvme else None,
+                lost=self.nvme.copy_again if self.nvme else None,
             )
         )
         self.metrics = Metrics(self.readings)

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvtier.config import CodecName
 from kvtier.core.budget import WriteBudget
-from kvtier.core.page import Codec, Tier
+from kvtier.core.page import KEY_BYTES, Codec, Tier
 from kvtier.core.snapshots import Copies
 from kvtier.core.store import Store
 from kvtier.daemon.devices import Devices
@@ -124,6 +124,12 @@ class NvmeService:
             ("nvme checkpoint", self._checkpoint_if_due, min(config.checkpoint_s, 1.0)),
         ]
 
+    def copy_again(self, namespace: int, shard: int, key: bytes) -> None:
+        """A copy was condemned: if the page is in host memory too, it goes down once more, so that
+        what was called durable is so again."""
+        keys = np.frombuffer(key, np.uint8).reshape(1, KEY_BYTES)
+        self.tiering.demote((namespace, shard), keys)
+
     def segments_to_scrub(self) -> NvmeSegments:
         """The segment files, for a scrub that reads them itself."""
         return NvmeSegments(tier=self.parts.tier, direct=DIRECT_MODES[self.parts.config.direct_io])
@@ -157,6 +163,14 @@ class NvmeService:
     def warnings(self) -> Iterator[str]:
         for path, reason in self.parts.unusable.items():
             yield f"nvme: {path} is not used: {reason}"
+        if self.mover.too_long_bytes:
+            # A segment is a 16th of a device's share, fixed when the tier is made.
+            least = 16 * len(self.parts.config.paths) * self.mover.too_long_bytes
+            yield (
+                f"nvme: records of {self.mover.too_long_bytes} bytes do not fit a segment"
+                f" ({self.devices.segment_bytes} bytes) and are never there: set nvme.bytes to"
+                f" {least} or more and start once with --discard-cache"
+            )
         for health in self.devices.health.values():
             path = health.device.path
             if not health.online:

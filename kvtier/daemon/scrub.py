@@ -244,10 +244,18 @@ class Scrubber:
             except TierIOError as error:
                 if errno_of(error) in _NOT_THE_PAGE:
                     continue
-            if await holding.finish(found.index, self._parts.condemn(held.reading)):
+            if await self._condemn(holding, found.index):
                 log.error(
                     "page.unreadable", extra={"tier": "nvme", "pages": 1, "why": found.reason}
                 )
+
+    async def _condemn(self, holding: Holding, index: int) -> bool:
+        """Whether that allocation was still there to be condemned."""
+        held = holding.pages[index]
+        is_ours = await holding.finish(index, self._parts.condemn(held.reading))
+        if is_ours and self._parts.lost is not None and held.reading.ref.tier is Tier.NVME:
+            self._parts.lost(held.namespace, held.identity.shard, held.key)
+        return is_ours
 
     async def _judge(self, walk: Walk, holding: Holding, answer: Answer) -> None:
         """Condemns what fails here too, and what nobody can read."""
@@ -265,7 +273,7 @@ class Scrubber:
                 continue
             if is_whole:
                 log.warning("scrub.false_alarm", extra={"tier": tier, "why": found.reason})
-            elif await holding.finish(found.index, self._parts.condemn(held.reading)):
+            elif await self._condemn(holding, found.index):
                 walk.count(ScrubCounts(pages_corrupt=1))
                 log.error("page.corrupt", extra={"tier": tier, "pages": 1, "why": found.reason})
         if unread:

@@ -48,6 +48,8 @@ class Mover:
         self._promotions: dict[tuple[int, int, bytes], asyncio.Task[MoveCode]] = {}
         self._going_down = Turns()
         self.bounced_bytes = 0
+        #: The longest record that was refused because no segment can hold it; 0 for none.
+        self.too_long_bytes = 0
         self.demotions: Counter[MoveCode] = Counter()
         self.promotions: Counter[MoveCode] = Counter()
         self.bytes_written = 0
@@ -84,6 +86,7 @@ class Mover:
         meta = packed[0]
         size = record_bytes(meta.length)
         if size > self._lower.segment_bytes:
+            self.too_long_bytes = max(self.too_long_bytes, size)
             return MoveCode.REFUSED
         if not self._store.room.has_free(Tier.NVME, size):
             await self._lower.grow(size)

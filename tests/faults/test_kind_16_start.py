@@ -15,6 +15,7 @@ from fault_rig import GetCode, Pages, refused, segments, tier_of, warnings_of
 
 from kvtier.config import NvmeConfig
 from kvtier.daemon.nvme_open import prepare
+from kvtier.errors import NotDurable
 
 HIT, MISS = GetCode.HIT, GetCode.MISS
 PAGES = Pages(5_000)
@@ -170,3 +171,24 @@ def test_a_state_directory_without_room_names_itself(make_daemon, connect, disk,
     assert f"{disk / 'state'}/" in said
     assert "No space left on device" in said
     assert f"remedy: Make room on the file system of {disk / 'state'}" in said
+
+
+def test_pages_longer_than_a_segment_name_the_cap(make_daemon, connect):
+    """They can never be there, so to wait for room is no remedy."""
+    daemon = make_daemon("nvme.bytes=4MiB").start()
+    long = Pages(1 << 20)
+    with connect(daemon) as kv:
+        ns = kv.namespace(long.layout)
+        given = ns.put(long.keys([1]), [long.page(1)], durable="nvme")
+        assert (given.stored, given.durable) == (1, 0)
+        record = long.record_bytes
+        said = f"records of {record} bytes do not fit a segment (262144 bytes) and are never there"
+        assert f"{said}: set nvme.bytes to {16 * record} or more" in warnings_of(kv)
+        with pytest.raises(NotDurable) as caught:
+            given.raise_for_refused()
+        assert "nvme.bytes" in caught.value.remedy
+    daemon.kill()
+    wider = make_daemon(f"nvme.bytes={16 * record}").start("--discard-cache")
+    with connect(wider) as kv:
+        given = kv.namespace(long.layout).put(long.keys([1]), [long.page(1)], durable="nvme")
+        assert given.durable == 1
