@@ -31,11 +31,18 @@ import xxhash
 from kvtier.tiers.nvme_state import DIRECTORY_ID_BYTES, read_file
 from kvtier.tiers.plain_file import open_plain
 
-__all__ = ["LENGTHS", "JournalLengths", "LengthNote", "read_lengths"]
+__all__ = [
+    "LENGTHS",
+    "LENGTHS_MAGIC",
+    "JournalLengths",
+    "LengthNote",
+    "parse_lengths",
+    "read_lengths",
+]
 
 LENGTHS: Final = "journals"
 
-_MAGIC: Final = b"\x89KVTJLN\n"
+LENGTHS_MAGIC: Final = b"\x89KVTJLN\n"
 _VERSION: Final = 1
 _HEAD: Final = struct.Struct("<8sII16s")
 _ITEM: Final = struct.Struct("<QQ")
@@ -64,16 +71,19 @@ class JournalLengths:
 def read_lengths(directory: Path, directory_id: bytes) -> JournalLengths:
     """What is noted in a daemon directory. Raises DirectoryError when it cannot be read."""
     blob = read_file(directory / LENGTHS)
-    if blob is None:
-        return JournalLengths()
+    return JournalLengths() if blob is None else parse_lengths(blob, directory_id)
+
+
+def parse_lengths(blob: bytes, directory_id: bytes | None = None) -> JournalLengths:
+    """What the file says; without an id, of whichever daemon directory it is."""
     if len(blob) != _BYTES:
         return JournalLengths(problem=f"{len(blob)} bytes, not {_BYTES}")
     magic, version, count, owner = _HEAD.unpack_from(blob)
-    if magic != _MAGIC or _SUM.unpack_from(blob, _BYTES - _SUM.size)[0] != _sum(blob):
+    if magic != LENGTHS_MAGIC or _SUM.unpack_from(blob, _BYTES - _SUM.size)[0] != _sum(blob):
         return JournalLengths(problem="its checksum does not match")
     if version != _VERSION or count > _COUNT_MAX:
         return JournalLengths(problem=f"it has version {version}, this build reads {_VERSION}")
-    if owner != directory_id:
+    if directory_id not in (None, owner):
         return JournalLengths()  # of a life before: its journals are none of these
     items = blob[_HEAD.size : _HEAD.size + count * _ITEM.size]
     return JournalLengths(of=dict(_ITEM.iter_unpack(items)))
@@ -110,7 +120,7 @@ class LengthNote:
     def _write(self, *, sync: bool) -> None:
         assert self._of is not None
         items = sorted(self._of.items())[-_COUNT_MAX:]
-        blob = _HEAD.pack(_MAGIC, _VERSION, len(items), self._directory_id)
+        blob = _HEAD.pack(LENGTHS_MAGIC, _VERSION, len(items), self._directory_id)
         blob += b"".join(_ITEM.pack(*item) for item in items)
         blob += bytes(_BYTES - _SUM.size - len(blob))
         fd = open_plain(self._path, os.O_WRONLY | os.O_CREAT)

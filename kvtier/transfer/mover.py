@@ -48,12 +48,10 @@ class Mover:
         self._promotions: dict[tuple[int, int, bytes], asyncio.Task[MoveCode]] = {}
         self._going_down = Turns()
         self.bounced_bytes = 0
-        #: The longest record that was refused because no segment can hold it; 0 for none.
-        self.too_long_bytes = 0
+        self.too_long_bytes = 0  # the longest record that no segment can hold
         self.demotions: Counter[MoveCode] = Counter()
         self.promotions: Counter[MoveCode] = Counter()
-        self.bytes_written = 0
-        self.bytes_read = 0
+        self.bytes_written = self.bytes_read = 0
 
     # -- down ------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from damage_rig import (
 )
 from fault_rig import Saved, flip_bit, records, recovered, warnings_of
 
+from kvtier.cli import main
 from kvtier.cli.directory_check import check_directory
 
 
@@ -82,8 +83,13 @@ def test_the_newest_journal_that_is_missing(daemon, connect, make_daemon, betwee
     assert "no page of earlier boots is trusted" in said
 
 
-def test_a_damaged_note_of_lengths_is_named(daemon, connect):
+def test_a_damaged_note_of_lengths_is_named(daemon, connect, capsys):
+    path = daemon.directory / "journals"
+    assert main(["inspect", str(path)]) == 0
+    size = newest_journal(daemon).stat().st_size
+    assert f"journal=1  bytes={size}" in capsys.readouterr().out
     flip_bit(daemon.directory / "journals", 40, 1)
+    assert main(["inspect", str(path)]) == 1
     daemon.start()
     said = check_served(connect, daemon, expected())
     assert "journals: its checksum does not match: whether a journal was cut short" in said
