@@ -313,7 +313,7 @@ class Devices:
         file without a name ends with this process, whatever was said of it."""
         async with asyncio.TaskGroup() as group:
             for health in self.health.values():
-                if health.online and health.segments:
+                if health.online:
                     group.create_task(self._check_files(health))
 
     async def _check_files(self, health: DeviceHealth) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,9 +166,12 @@ def _open_all(
 
 
 def _words(error: TierIOError | OSError) -> str:
+    words = str(error)
     if isinstance(error, OSError):
-        return f"{error.filename or 'it'} cannot be used: {error.strerror}"
-    return str(error)
+        words = f"{error.filename or 'it'} cannot be used: {error.strerror}"
+    if _errno(error) in (errno.EACCES, errno.EPERM):
+        words += f"; give the daemon's user (uid {os.geteuid()}) the right to it (chown, chmod)"
+    return words
 
 
 def _errno(error: TierIOError | OSError) -> int:

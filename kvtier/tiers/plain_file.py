@@ -64,8 +64,8 @@ def permission_remedy(path: Path, error: OSError) -> str:
     if error.errno not in _NO_RIGHTS:
         return ""
     return (
-        f"Give the daemon's user (uid {os.geteuid()}) the right to read and write {path} "
-        "(chown, chmod) and start again; nothing was changed."
+        f"Give the daemon's user (uid {os.geteuid()}) the right to read and write {path} and to "
+        f"make files in {path.parent} (chown, chmod) and start again; nothing was changed."
     )
 
 
