@@ -6,6 +6,7 @@ is held against that. Nothing is changed, but for the lock that keeps daemons aw
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +30,11 @@ from kvtier.tiers.nvme_checkpoint import (
 )
 from kvtier.tiers.nvme_geometry import Geometry, load_geometry, split_slab
 from kvtier.tiers.nvme_journal import JournalContents, journal_paths, read_journal
+from kvtier.tiers.nvme_lengths import JournalLengths, read_lengths
 from kvtier.tiers.nvme_reader import DeviceLook, SegmentReader, look_at_device
 from kvtier.tiers.nvme_recovery import Recovered, recover
 from kvtier.tiers.nvme_scan import SlabScan, scan_slab
-from kvtier.tiers.sealed_file import TEMPORARY_SUFFIX, read_sealed
+from kvtier.tiers.sealed_file import DISCARD, TEMPORARY_SUFFIX, read_sealed
 
 __all__ = ["DeviceFindings", "DirectoryFindings", "NamespaceFindings", "check_directory"]
 
@@ -87,6 +89,8 @@ class DirectoryFindings:
     journals: list[JournalContents] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
+    #: Of the damage, that with which no daemon starts that is configured to use these devices.
+    refusals: list[str] = field(default_factory=list)
 
 
 def check_directory(path: Path, *, payloads: bool) -> DirectoryFindings:
@@ -130,7 +134,7 @@ def _families(path: Path, state: dict[str, Any]) -> list[Family]:
     except (KeyError, TypeError, ValueError) as error:
         raise DirectoryError(
             f"the namespaces in {path} make no sense: {error}",
-            remedy="Name a new daemon.directory (every cached page is then a miss).",
+            remedy=f"Restore the file from a copy, or {DISCARD}.",
         ) from error
     return namespaces.families()
 
@@ -154,6 +158,7 @@ def _check_tier(
             slabs=reader.slabs(),
             segment_bytes=geometry.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
+            is_expected=lambda slab: _is_expected(looks, slab),
             threads=1,
         )
         device_of = {device.look.number: device for device in findings.devices}
@@ -167,7 +172,16 @@ def _check_tier(
         reader.close()
     _count_namespaces(findings, recovered, is_whole, families)
     _read_journals(findings, geometry)
-    _sum_up(findings, recovered)
+    _sum_up(findings, recovered, read_lengths(findings.path, geometry.directory_id))
+
+
+def _is_expected(looks: Sequence[DeviceLook], slab: int) -> bool:
+    """Whether a segment is named by nothing else when it is not there."""
+    number, local = split_slab(slab)
+    return any(
+        look.number == number and not look.problem and local not in look.rejected_segments
+        for look in looks
+    )
 
 
 class _SlabCheck:
@@ -293,7 +307,7 @@ def _read_journals(findings: DirectoryFindings, geometry: Geometry) -> None:
             findings.damage.append(str(error))
 
 
-def _sum_up(findings: DirectoryFindings, recovered: Recovered) -> None:
+def _sum_up(findings: DirectoryFindings, recovered: Recovered, lengths: JournalLengths) -> None:
     """Everything that is wrong, a line each."""
     damage = findings.damage
     for file in findings.checkpoints:
@@ -303,17 +317,32 @@ def _sum_up(findings: DirectoryFindings, recovered: Recovered) -> None:
         if journal.bad_frames:
             damage.append(f"{journal.path.name}: {journal.bad_frames} damaged frames")
         if journal.torn_bytes:
-            damage.append(f"{journal.path.name}: a torn tail of {journal.torn_bytes} bytes")
+            words = f"{journal.path.name}: a torn tail of {journal.torn_bytes} bytes"
+            # With a note of the length, `cut` below tells what was lost: this is an entry that
+            # nobody was told of, as a crash leaves one.
+            is_known = journal.number in lengths.of
+            (findings.notes if is_known else damage).append(words)
+    damage += [*recovered.report.cut, *recovered.report.gone]
     if recovered.report.is_lost:
         damage.append(f"no page would come back: {recovered.report.why}")
     if recovered.report.unplaced:
         damage.append(f"{recovered.report.unplaced} pages lie in segments that are not there")
+    own = Counter(device.look.own_number for device in findings.devices)
+    for number, paths in own.items():
+        if number is not None and paths > 1:
+            words = f"{paths} paths are device {number}: one is a copy"
+            findings.refusals.append(f"{words}; remedy: take it out of nvme.paths")
+    if findings.devices and all(number is None for number in own):
+        words = "no device can be used; remedy: check and mount them, give the daemon's user the"
+        findings.refusals.append(f"{words} right to them, or {DISCARD}")
     newest, old = findings.checkpoints
     if newest.state is CheckpointState.MISSING and old.state is CheckpointState.GOOD:
         findings.notes.append("a checkpoint was being replaced; the one before it is used")
     for device in findings.devices:
         look = device.look
         damage += [look.problem] if look.problem else []
+        if look.is_refused:
+            findings.refusals.append(f"{look.problem}; remedy: {look.remedy}")
         damage += [f"{look.path}: {what}" for what in (*look.rejected, *device.problems)]
         unnamed = device.bad_headers + device.corrupt + device.unreadable - len(device.problems)
         if unnamed > 0:

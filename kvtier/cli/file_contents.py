@@ -20,6 +20,7 @@ from kvtier.tiers.nvme_checkpoint import CHECKPOINT_MAGIC, CheckpointState, read
 from kvtier.tiers.nvme_frames import JOURNAL_MAGIC, Delete, Drop, Entry, Mark
 from kvtier.tiers.nvme_geometry import load_geometry, split_slab
 from kvtier.tiers.nvme_journal import read_journal
+from kvtier.tiers.nvme_lengths import LENGTHS, LENGTHS_MAGIC, parse_lengths
 from kvtier.tiers.nvme_segment import SEGMENT_HEADER_BYTES, decode_segment_header, segment_number
 from kvtier.tiers.nvme_snapshot import Snapshot
 from kvtier.tiers.sealed_file import read_sealed
@@ -74,6 +75,8 @@ def inspect_file(path: Path) -> Contents:
 def _reader_by_name(name: str) -> Callable[[Path], Contents] | None:
     if name in _SEALED_NAMES:
         return _sealed
+    if name == LENGTHS:
+        return _lengths
     if name in ("checkpoint", "checkpoint.old"):
         return _checkpoint
     if name.startswith("journal-"):
@@ -170,6 +173,14 @@ def _pages(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
     for row in range(len(pages)):
         page = {name: column[row] for name, column in columns.items()}
         yield {"page": row, "key": pages.key[row].tobytes().hex(), **page}
+
+
+def _lengths(path: Path) -> Contents:
+    contents = Contents(kind="lengths of journals")
+    found = parse_lengths(path.read_bytes())
+    contents.problems += [found.problem] if found.problem else []
+    contents.items = [{"journal": number, "bytes": length} for number, length in found.of.items()]
+    return contents
 
 
 def _journal(path: Path) -> Contents:
@@ -323,6 +334,7 @@ _READERS: Final[dict[bytes, Callable[[Path], Contents]]] = {
     _SEALED_MAGIC: _sealed,
     CHECKPOINT_MAGIC: _checkpoint,
     JOURNAL_MAGIC: _journal,
+    LENGTHS_MAGIC: _lengths,
     _SEGMENT_MAGIC: _segment,
     _RECORD_MAGIC: _record,
 }

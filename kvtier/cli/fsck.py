@@ -1,7 +1,8 @@
 """`kvtier fsck`: checks a daemon directory and its NVMe devices, while no daemon uses them.
 
-Exit code 0: everything is as it was written; 1: damage was found (a start copes with it, and what
-is damaged is a miss); 2: no daemon directory, or in use. Nothing is changed.
+Exit code 0: everything is as it was written; 1: damage was found that a start copes with (what is
+damaged is a miss); 2: no daemon directory, or in use; 3: damage with which no daemon starts, and
+what to do about it. Nothing is changed.
 
 The devices are those at the paths that the daemon directory has noted, and each is named. A copied
 daemon directory names the devices of the one that it is a copy of.
@@ -27,6 +28,7 @@ __all__ = ["register"]
 
 _DAMAGE = 1
 _WRONG_INPUT = 2
+_NO_START = 3
 
 
 def register(commands: Any) -> None:
@@ -46,15 +48,15 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         findings = check_directory(arguments.directory, payloads=arguments.payloads)
     except DirectoryError as error:
-        if not isinstance(error.__cause__, BlockingIOError):
-            raise
         # A daemon has it: that is no damage.
         say_error(error)
-        return _WRONG_INPUT
+        return _WRONG_INPUT if isinstance(error.__cause__, BlockingIOError) else _NO_START
     if arguments.json:
         print(json.dumps(_plain(findings), indent=2))
     else:
         print("\n".join(_lines(findings)))
+    if findings.refusals:
+        return _NO_START
     return _DAMAGE if findings.damage else 0
 
 
@@ -105,6 +107,7 @@ def _plain(findings: DirectoryFindings) -> dict[str, Any]:
             for journal in findings.journals
         ],
         "damage": findings.damage,
+        "refusals": findings.refusals,
         "notes": findings.notes,
     }
 
@@ -158,6 +161,8 @@ def _lines(findings: DirectoryFindings) -> Iterator[str]:
         yield f"note: {note}"
     for what in findings.damage:
         yield f"damage: {what}"
+    for what in findings.refusals:
+        yield f"no start: {what}"
     # The directory names its devices by path: a copy of it leads to the same ones.
     for device in findings.devices:
         yield f"looked at: {device.look.path} (device {device.look.number})"

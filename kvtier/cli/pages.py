@@ -132,7 +132,8 @@ def _put(arguments: argparse.Namespace) -> int:
         if put.durable < count:
             raise NotDurable(
                 f"{count - put.durable} of {count} pages are not on NVMe",
-                remedy="see the NVMe tier in `kvtier status`; put it again when it has room",
+                remedy="see the NVMe tier and the warnings in `kvtier status`: put it again when "
+                "there is room; a page that is longer than a segment needs a larger nvme.bytes",
             )
     if put.there < count:
         print(f"there              {put.there} pages", file=sys.stderr)

@@ -1,8 +1,8 @@
 """`kvtier verify`: a running daemon reads its pages and checks every byte.
 
-Exit code 1 when corrupt pages were found (they are then out of use; `kvtier quarantine` has their
-bytes), 0 when there were none. How far it has come goes to standard error: a bar on a terminal,
-else a line every few seconds. What it came to goes to standard output.
+Exit code 1 when pages were corrupt (`kvtier quarantine` has their bytes) or unreadable, which are
+then out of use; 0 when there were none. How far it has come goes to standard error: a bar on a
+terminal, else a line every few seconds. What it came to goes to standard output.
 """
 
 from __future__ import annotations

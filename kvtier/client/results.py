@@ -277,8 +277,8 @@ class PutResult(_Batch[PutItem, PutCode]):
                     f"page {index} is {PutCode(self._codes[index]).name} in host memory and not "
                     f"durable; {len(self._codes) - self.durable} of {len(self._codes)} pages are "
                     "not on NVMe",
-                    remedy="see the daemon's NVMe tier in `kvtier status`; put again later, or "
-                    "go on without",
+                    remedy="see the daemon's NVMe tier and the warnings in `kvtier status` (a page "
+                    "may be longer than nvme.bytes allows for); put again later, or go on without",
                 )
 
     def _is_durable(self, index: int) -> bool:

@@ -24,7 +24,7 @@ from kvtier.core.room import Lost
 from kvtier.core.store import Store
 from kvtier.daemon.durability import Durability
 from kvtier.errors import Busy, DirectoryError, TierIOError
-from kvtier.tiers.base import errno_of
+from kvtier.tiers.base import NO_NEW_FILES, SHORTAGE, errno_of
 from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.io_pool import IoClass, IoJob, IoPool
 from kvtier.tiers.nvme import NvmeTier
@@ -40,10 +40,7 @@ T = TypeVar("T")
 #: Failures in a row after which a device is given up for a while: one bad block is no bad device.
 _FAILURES_MAX = 8
 _WRITERS = frozenset((IoClass.PUT, IoClass.DEMOTE))
-_NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
 _IN_THE_WAY = frozenset((errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY))
-#: What this process, or the system, is short of says nothing of a device.
-_SHORTAGE = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 _CLOSE_WAIT_S = 2.0
 #: Pages taken out of the books between two turns for others.
 _SWEEP_PAGES = 256
@@ -132,7 +129,7 @@ class Devices:
             self._take_offline(health, f"no answer within {self.timeout_s:g} s")
             return
         log.error("nvme.io_error", extra={"path": str(health.device.path), "error": str(error)})
-        if errno_of(error) in _SHORTAGE:
+        if errno_of(error) in SHORTAGE:
             return
         health.failures += 1
         if errno_of(error) == errno.ENOENT or health.failures >= _FAILURES_MAX:
@@ -194,11 +191,9 @@ class Devices:
             self._take_offline(health, "a new segment was not made in time")
         except TierIOError as error:
             health.grow_at = time.monotonic() + self._config.retry_s
-            if errno_of(error) in _NO_ROOM:
-                self.no_room += 1
-                health.reason = str(error)
-                log.warning("nvme.no_room", extra={"path": str(health.device.path)})
-            elif errno_of(error) in _SHORTAGE:
+            if errno_of(error) in NO_NEW_FILES:
+                self._cannot_grow(health, str(error))
+            elif errno_of(error) in SHORTAGE:
                 health.reason = str(error)
             elif errno_of(error) in _IN_THE_WAY:
                 health.reason, health.grow_at = str(error), 0.0
@@ -232,11 +227,25 @@ class Devices:
         crash_point("segment.created")
         health.disk_bytes = health.device.disk_bytes()
 
-    def probe_all(self) -> None:
-        """A thread of its own, at the start. Raises TierIOError."""
+    async def probe_all(self) -> None:
+        """At the start, after `adopt`: a device that fails goes offline alone, one that only takes
+        no new file serves what is there."""
         for health in self.health.values():
-            health.device.probe()
-            health.disk_bytes = health.device.disk_bytes()
+            try:
+                reason = await asyncio.to_thread(_probe, health)
+            except TierIOError as error:
+                self._take_offline(health, str(error))
+            else:
+                self._cannot_grow(health, reason)
+
+    def _cannot_grow(self, health: DeviceHealth, reason: str) -> None:
+        """`reason` is "" where it can."""
+        health.reason = reason
+        if reason:
+            self.no_room += 1
+            health.grow_at = time.monotonic() + self._config.retry_s
+            extra = {"path": str(health.device.path), "reason": reason}
+            log.warning("nvme.no_room", extra=extra)
 
     # -- going and coming back -------------------------------------------------------------------
 
@@ -285,7 +294,7 @@ class Devices:
             health.stuck = None
         try:
             job = health.pool.submit(IoClass.PUT, lambda: _check(health))
-            await job.wait(self.timeout_s)
+            reason = await job.wait(self.timeout_s)
         except TierIOError as error:
             health.reason = str(error)
             return
@@ -295,8 +304,30 @@ class Devices:
             health.stuck, health.pool = health.pool, self._new_pool(health.device)
             return
         # Those that failed late, while it was offline, say nothing of it now.
-        health.online, health.reason, health.failures = True, "", 0
+        health.online, health.failures = True, 0
+        self._cannot_grow(health, reason)
         log.info("nvme.device_online", extra={"path": str(health.device.path)})
+
+    async def check_files(self) -> None:
+        """Takes devices offline whose directory or segments are not there any more: what lies in a
+        file without a name ends with this process, whatever was said of it."""
+        async with asyncio.TaskGroup() as group:
+            for health in self.health.values():
+                if health.online:
+                    group.create_task(self._check_files(health))
+
+    async def _check_files(self, health: DeviceHealth) -> None:
+        pool = health.pool
+        try:
+            await pool.submit(IoClass.GET, health.device.check_files).wait(self.timeout_s)
+        except Busy:
+            pass  # it has much to do: next time
+        except TimeoutError:
+            if health.pool is pool:
+                self._take_offline(health, f"no answer within {self.timeout_s:g} s")
+        except TierIOError as error:
+            if health.pool is pool and errno_of(error) not in SHORTAGE:
+                self._take_offline(health, str(error))
 
     async def sync(self) -> None:
         """Makes what is written survive a power cut; no device waits for another."""
@@ -316,7 +347,7 @@ class Devices:
         except TimeoutError:
             self._take_offline(health, "a sync was not done in time")
         except TierIOError as error:
-            if errno_of(error) not in _SHORTAGE:
+            if errno_of(error) not in SHORTAGE:
                 self._take_offline(health, str(error))
 
     @staticmethod
@@ -339,7 +370,22 @@ class Devices:
         )
 
 
-def _check(health: DeviceHealth) -> None:
-    health.device.probe()
-    health.device.look_again()
+def _probe(health: DeviceHealth) -> str:
+    """Why no new file can be made there, or "". A thread of its own. Raises TierIOError for
+    anything else that is amiss."""
+    reason = ""
+    try:
+        health.device.probe()
+    except TierIOError as error:
+        if errno_of(error) not in NO_NEW_FILES:
+            raise
+        reason = str(error)
     health.disk_bytes = health.device.disk_bytes()
+    return reason
+
+
+def _check(health: DeviceHealth) -> str:
+    """As `_probe`, for a device that was away."""
+    reason = _probe(health)
+    health.device.look_again()
+    return reason

@@ -38,9 +38,11 @@ from kvtier.tiers.nvme_journal import (
     journal_paths,
     remove_unused,
 )
+from kvtier.tiers.nvme_lengths import LengthNote
 from kvtier.tiers.nvme_recovery import remove_old
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
 from kvtier.tiers.nvme_state import unwritable
+from kvtier.tiers.plain_file import opened_plain
 
 __all__ = ["DirectoryFiles", "Durability", "JournalFile", "StateFiles"]
 
@@ -82,6 +84,7 @@ class DirectoryFiles:
     def __init__(self, directory: Path, directory_id: bytes) -> None:
         self._directory = directory
         self._directory_id = directory_id
+        self._note = LengthNote(directory, directory_id)
 
     async def create_journal(self, number: int) -> JournalFile:
         def prepare() -> None:
@@ -91,7 +94,9 @@ class DirectoryFiles:
                 _sync(path)
 
         await asyncio.to_thread(prepare)
-        return await Journal.create(self._directory, number=number, directory_id=self._directory_id)
+        return await Journal.create(
+            self._directory, number=number, directory_id=self._directory_id, note=self._note
+        )
 
     async def write_checkpoint(self, snapshot: Snapshot, number: int) -> int:
         return await write_checkpoint(
@@ -108,7 +113,7 @@ class DirectoryFiles:
 
 def _sync(path: Path) -> None:
     try:
-        with path.open("rb") as file:
+        with opened_plain(path) as file:
             os.fsync(file.fileno())
     except OSError as error:
         raise unwritable(path, error) from error

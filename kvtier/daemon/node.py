@@ -34,7 +34,7 @@ from kvtier.daemon.registry import Registry
 from kvtier.daemon.scrub import Scrubber, ScrubParts
 from kvtier.daemon.sessions import Session, Sessions
 from kvtier.daemon.state import DaemonDirectory
-from kvtier.errors import DaemonUnavailable, UnknownHandle
+from kvtier.errors import DaemonUnavailable, TierIOError, UnknownHandle
 from kvtier.packing.record import HEADER_BYTES
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.mover import MoveCode
@@ -122,6 +122,8 @@ class Node:
                 recheck=self._recheck,
                 condemn=self._condemn,
                 nvme=self.nvme.segments_to_scrub() if self.nvme else None,
+                confirm=self.nvme.devices.check_files if self.nvme else None,
+                lost=self.nvme.copy_again if self.nvme else None,
             )
         )
         self.metrics = Metrics(self.readings)
@@ -297,7 +299,11 @@ class Node:
     async def _recheck(self, reading: Reading, identity: Identity, key: bytes) -> bool:
         """Whether the copy is whole, read in this process."""
         if reading.ref.tier is Tier.NVME and self.nvme is not None:
-            return await self.nvme.mover.is_whole(reading, identity, key)
+            try:
+                return await self.nvme.mover.is_whole(reading, identity, key)
+            except TierIOError as error:
+                self.nvme.devices.report(reading.ref.slot, error)
+                raise
         check = partial(load, self.arena, identity, reading, key, check_payload=True)
         return await asyncio.to_thread(check) is not None
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvtier.config import CodecName
 from kvtier.core.budget import WriteBudget
-from kvtier.core.page import Codec, Tier
+from kvtier.core.page import KEY_BYTES, Codec, Tier
 from kvtier.core.snapshots import Copies
 from kvtier.core.store import Store
 from kvtier.daemon.devices import Devices
@@ -29,8 +29,10 @@ from kvtier.daemon.tiering import Tiering
 from kvtier.errors import DirectoryError, TierIOError
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import (
+    DEVICE_SLABS_MAX,
     journal_bytes_max,
     slab_number,
+    split_slab,
 )
 from kvtier.tiers.nvme_recovery import Recovered, RecoveryReport, recover, remove_old
 from kvtier.transfer.mover import Mover
@@ -44,6 +46,7 @@ _CODECS = {CodecName.RAW: Codec.RAW, CodecName.FP8: Codec.FP8}
 _SCAN_SLOTS_MAX = 50_000
 _CLEAN_S = 0.05
 _SWEEP_S = 0.1
+_FILES_S = 1.0
 #: What each step of the end may take after the drain deadline.
 _END_MOVES_S, _END_SYNC_S, _END_CHECKPOINT_S = 1.0, 2.0, 5.0
 _CLEAN_PAUSE_MAX_S = 2.0
@@ -75,6 +78,7 @@ class NvmeService:
             subject_of=registry.subject_of,
             budget=WriteBudget(config.write_bytes_per_day, time.monotonic()),
             streams=config.io_threads * len(parts.tier.devices),
+            confirm=self.devices.check_files,
         )
         self.report: RecoveryReport | None = None
         self._clean_pause_s = 0.0
@@ -84,6 +88,8 @@ class NvmeService:
         started = time.monotonic()
         recovered = await asyncio.to_thread(self._recover)
         self.report = recovered.report
+        for what in recovered.report.warnings():
+            log.warning("nvme.recovery", extra={"what": what})
         spent = self._store.snapshots.last_generation
         if recovered.last_generation > spent:
             raise DirectoryError(
@@ -95,7 +101,7 @@ class NvmeService:
         await self.durability.begin(
             recovered.next_number, has_base=recovered.base_number is not None
         )
-        await asyncio.to_thread(self.devices.probe_all)
+        await self.devices.probe_all()
         log.info(
             "nvme.recovered",
             extra={
@@ -112,10 +118,17 @@ class NvmeService:
         return [
             ("nvme clean", self._clean, _CLEAN_S),
             ("nvme sync", self.devices.sync, config.sync_s),
+            ("nvme files", self.devices.check_files, _FILES_S),
             ("nvme retry", self.devices.retry, min(config.retry_s, 1.0)),
             ("nvme sweep", self.devices.sweep, _SWEEP_S),
             ("nvme checkpoint", self._checkpoint_if_due, min(config.checkpoint_s, 1.0)),
         ]
+
+    def copy_again(self, namespace: int, shard: int, key: bytes) -> None:
+        """A copy was condemned: if the page is in host memory too, it goes down once more, so that
+        what was called durable is so again."""
+        keys = np.frombuffer(key, np.uint8).reshape(1, KEY_BYTES)
+        self.tiering.demote((namespace, shard), keys)
 
     def segments_to_scrub(self) -> NvmeSegments:
         """The segment files, for a scrub that reads them itself."""
@@ -150,6 +163,14 @@ class NvmeService:
     def warnings(self) -> Iterator[str]:
         for path, reason in self.parts.unusable.items():
             yield f"nvme: {path} is not used: {reason}"
+        if self.mover.too_long_bytes:
+            # A segment is a 16th of a device's share, fixed when the tier is made.
+            least = 16 * len(self.parts.config.paths) * self.mover.too_long_bytes
+            yield (
+                f"nvme: records of {self.mover.too_long_bytes} bytes do not fit a segment"
+                f" ({self.devices.segment_bytes} bytes) and are never there: set nvme.bytes to"
+                f" {least} or more and start once with --discard-cache"
+            )
         for health in self.devices.health.values():
             path = health.device.path
             if not health.online:
@@ -203,7 +224,9 @@ class NvmeService:
             # Where nvme.bytes is less than it was; what cannot be used takes up room as well.
             for local in sorted(n for n in device.segments if n >= limit):
                 tier.remove_segment(slab_number(device.number, local))
-            for local in sorted(n for n in device.rejected_segments if n >= limit):
+            # What has a number that no segment can have is nothing of kvtier's: it stays.
+            rejected = sorted(device.rejected_segments)
+            for local in [n for n in rejected if limit <= n < DEVICE_SLABS_MAX]:
                 with suppress(TierIOError):  # it stays, and is named in the warnings
                     tier.remove_segment(slab_number(device.number, local))
         families = self._registry.families()
@@ -214,8 +237,18 @@ class NvmeService:
             slabs=tier.slabs(),
             segment_bytes=tier.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
+            is_expected=self._is_expected,
             threads=self.parts.config.io_threads,
         )
+
+    def _is_expected(self, slab: int) -> bool:
+        """Whether a segment that held pages should be there: neither over the cap, nor of a device
+        that is not used, nor named as rejected already."""
+        number, local = split_slab(slab)
+        devices = {device.number: device for device in self.parts.tier.devices}
+        if number not in devices or local >= self.parts.plan.segments_per_device:
+            return False
+        return local not in devices[number].rejected_segments
 
     def _load(self, recovered: Recovered) -> int:
         self.devices.adopt(self.parts.tier.slabs())

@@ -1,5 +1,5 @@
-"""A daemon without NVMe over a directory that has pages on it: they wait for the next boot with the
-tier, and what is deleted meanwhile must not come back then.
+"""A daemon without NVMe (not configured, or no device usable) over a directory that has pages on
+it: they wait for the next boot with the tier, and what is deleted meanwhile must not come back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from kvtier.daemon.registry import Registry
 from kvtier.tiers.nvme_checkpoint import CHECKPOINT, CHECKPOINT_OLD
 from kvtier.tiers.nvme_geometry import load_geometry
 from kvtier.tiers.nvme_journal import journal_paths
+from kvtier.tiers.nvme_lengths import read_lengths
 
 __all__ = ["keep_deletes"]
 
@@ -30,5 +31,7 @@ async def keep_deletes(directory: Path, store: Store, registry: Registry) -> Dur
         segment_bytes=geometry.segment_bytes,
         journal_bytes_max=0,
     )
-    await durability.begin(max(journals) + 1, has_base=True, can_checkpoint=False)
+    # One that is gone must stay a gap, by which the next boot with the tier notices it.
+    newest = max(*journals, read_lengths(directory, geometry.directory_id).newest)
+    await durability.begin(newest + 1, has_base=True, can_checkpoint=False)
     return durability

@@ -8,15 +8,18 @@ devices do.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtier.config import PAGE_BYTES_PER_INDEX_ENTRY, CodecName, DirectIo, NvmeConfig
 from kvtier.core.slabs import SlabAllocator
 from kvtier.errors import DirectoryError, KvtierError, TierIOError
 from kvtier.packing.fp8 import warm_up
+from kvtier.tiers.base import errno_of
 from kvtier.tiers.direct_file import DirectMode
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.nvme_device import NvmeDevice, open_device
@@ -36,6 +39,11 @@ from kvtier.tiers.nvme_geometry import (
 __all__ = ["DIRECT_MODES", "NvmeParts", "prepare"]
 
 log = logging.getLogger(__name__)
+
+_RIGHTS = frozenset((errno.EACCES, errno.EPERM, errno.EROFS))
+#: What a device may have for a while. Where all have it, host memory is served without the tier.
+#: Not what the operator has to decide: a path that is not mounted, or that nobody may make.
+_MAY_PASS = _RIGHTS | {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENODEV, errno.ENXIO}
 
 DIRECT_MODES = {
     DirectIo.AUTO: DirectMode.AUTO,
@@ -73,9 +81,10 @@ class NvmeParts:
 
 
 def prepare(config: NvmeConfig, directory: Path, *, discard_cache: bool = False) -> NvmeParts:
-    """Opens every device. Raises KvtierError when the tier cannot be had as configured.
+    """Opens every device; none may be left if every one fails in a way that may be over later.
 
-    With `discard_cache` every page that is there is given up first.
+    Raises KvtierError when the tier cannot be had as configured. With `discard_cache` every page
+    that is there is given up first.
     """
     if config.codec is CodecName.FP8:
         warm_up()  # takes seconds, which no page should wait for
@@ -96,6 +105,11 @@ def prepare(config: NvmeConfig, directory: Path, *, discard_cache: bool = False)
         pages_max=config.pages_max,
     )
     devices, unusable = _open_all(config, geometry, known, discard=discard_cache)
+    # A device that could not be made is a new one at the next start too.
+    made = [item for item in geometry.devices if item in known.devices or item[1] not in unusable]
+    numbers = {number for number, _ in made}
+    made += [item for item in known.devices if item[0] not in numbers]
+    geometry = replace(geometry, devices=tuple(sorted(made)))
     if geometry != known:
         save_geometry(directory, geometry)
     return NvmeParts(
@@ -114,6 +128,7 @@ def _open_all(
     """(devices, why others are not used). Raises KvtierError with nothing left open."""
     devices: list[NvmeDevice] = []
     unusable: dict[Path, str] = {}
+    failures: list[int] = []
     try:
         for number, path in geometry.devices:
             if path not in config.paths:
@@ -137,20 +152,43 @@ def _open_all(
                     )
                 )
             except (TierIOError, OSError) as error:
-                unusable[path] = str(error)
-                log.error("nvme.device_unusable", extra={"path": str(path), "reason": str(error)})
-        if not devices:
-            path, reason = next(iter(unusable.items()))
-            raise DirectoryError(
-                f"no path of nvme.paths can be used; {path}: {reason}",
-                remedy="Check and mount the devices, take them out of nvme.paths, or give up what "
-                "is cached on them with `kvtier serve --discard-cache`.",
-            )
+                unusable[path] = _words(error)
+                failures.append(_errno(error) if not (is_new and _errno(error) in _RIGHTS) else 0)
+                extra = {"path": str(path), "reason": unusable[path]}
+                log.error("nvme.device_unusable", extra=extra)
+        if not devices and not all(number in _MAY_PASS for number in failures):
+            raise _none_usable(unusable, failures)
     except KvtierError:
         for device in devices:
             device.close()
         raise
     return devices, unusable
+
+
+def _words(error: TierIOError | OSError) -> str:
+    words = str(error)
+    if isinstance(error, OSError):
+        words = f"{error.filename or 'it'} cannot be used: {error.strerror}"
+    if _errno(error) in (errno.EACCES, errno.EPERM):
+        words += f"; give the daemon's user (uid {os.geteuid()}) the right to it (chown, chmod)"
+    return words
+
+
+def _errno(error: TierIOError | OSError) -> int:
+    return (error.errno or 0) if isinstance(error, OSError) else errno_of(error)
+
+
+def _none_usable(unusable: dict[Path, str], failures: list[int]) -> DirectoryError:
+    path, reason = next(iter(unusable.items()))
+    remedy = (
+        "Check and mount the devices, take them out of nvme.paths, or give up what is cached on "
+        "them with `kvtier serve --discard-cache`."
+    )
+    if failures[0] == errno.EINVAL:
+        remedy = "Remove what is none of kvtier's, and start again."
+    elif failures[0] == 0 and not path.exists():
+        remedy = "Name directories in nvme.paths that the daemon's user can make and write."
+    return DirectoryError(f"no path of nvme.paths can be used; {path}: {reason}", remedy=remedy)
 
 
 def _with_paths(known: Geometry, paths: tuple[Path, ...]) -> Geometry:

@@ -139,6 +139,9 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
     if config.nvme.paths:
         nvme = prepare(config.nvme, directory.path, discard_cache=discard_cache)
         stack.callback(nvme.tier.close)
+    unusable: dict[Path, str] = {}
+    if nvme is not None and not nvme.tier.devices:
+        unusable, nvme = nvme.unusable, None
     grant = check_memory(config.host.bytes, policy=MemoryPolicy(unit_bytes=SLAB_BYTES))
     index_pages = grant.granted_bytes // PAGE_BYTES_PER_INDEX_ENTRY
     index_pages += nvme.pages_max if nvme is not None else 0
@@ -187,14 +190,21 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
             local=local,
         )
     )
-    if not_tuned:
-        node.warn(not_tuned)
-    if nvme is not None and config.nvme.codec is CodecName.FP8 and backend() is Fp8Backend.TORCH:
-        node.warn("no numba, so torch packs fp8, ten times slower: pip install 'kvtier[fast]'")
-    if grant.is_reduced:
-        node.warn(f"host tier: {grant.reason}")
+    for what in (not_tuned, f"host tier: {grant.reason}" if grant.is_reduced else ""):
+        if what:
+            node.warn(what)
+    _warn_of_nvme(node, unusable)
     arena.start_populating(lambda slab: store.room.grant(Tier.HOST, slab))
     return node
+
+
+def _warn_of_nvme(node: Node, unusable: dict[Path, str]) -> None:
+    """`unusable`: why each path is not, when none is and the tier is left out."""
+    for path, reason in unusable.items():
+        node.warn(f"nvme: {path} is not used until the next start: {reason}")
+    is_packed = node.config.nvme.codec is CodecName.FP8 and node.nvme is not None
+    if is_packed and backend() is Fp8Backend.TORCH:
+        node.warn("no numba, so torch packs fp8, ten times slower: pip install 'kvtier[fast]'")
 
 
 async def _start_nvme(node: Node) -> None:
@@ -204,7 +214,9 @@ async def _start_nvme(node: Node) -> None:
         return
     node.durability = await keep_deletes(node.directory.path, node.store, node.registry)
     if node.durability is not None:
-        node.warn("nvme.paths is empty, and there are pages on NVMe: they are not served")
+        is_wanted = bool(node.config.nvme.paths)
+        why = "no path of nvme.paths can be used" if is_wanted else "nvme.paths is empty"
+        node.warn(f"{why}, and there are pages on NVMe: they are not served")
 
 
 def _start_local(node: Node, effective: Effective) -> None:

@@ -1,9 +1,10 @@
 """The scrub: every page of a tier read again, by a process of its own, and what fails condemned.
 
 Promise: a page is condemned only after two bad readings, one by the scrub's process and one by this
-one. While a page is read its slot cannot be reused, and no lease outlives its batch, however the
-batch ends: also when the process dies, hangs or answers nonsense, or the caller is cancelled. Then
-this scrub ends with a typed error, and the next one starts a new process. One scrub at a time.
+one; a page on NVMe that neither can read counts as unreadable and is given up in the same way.
+While a page is read its slot cannot be reused, and no lease outlives its batch, however the batch
+ends: also when the process dies, hangs or answers nonsense, or the caller is cancelled. Then this
+scrub ends with a typed error, and the next one starts a new process. One scrub at a time.
 
 Event loop's thread. `last`, `totals` and `problems` may be read by any thread.
 """
@@ -11,6 +12,7 @@ Event loop's thread. `last`, `totals` and `problems` may be read by any thread.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import time
@@ -20,7 +22,7 @@ from typing import Final, TypeAlias
 
 from kvtier.core.page import Tier
 from kvtier.daemon.scrub_process import COMMAND, ScrubProcess
-from kvtier.daemon.scrub_protocol import Answer, Setup
+from kvtier.daemon.scrub_protocol import Answer, Finding, Setup
 from kvtier.daemon.scrub_walk import (
     Holding,
     NvmeFiles,
@@ -30,6 +32,7 @@ from kvtier.daemon.scrub_walk import (
     Walk,
 )
 from kvtier.errors import Busy, KvtierError, LimitExceeded, TierIOError
+from kvtier.tiers.base import SHORTAGE, errno_of
 from kvtier.tiers.direct_file import DirectMode
 
 __all__ = ["NvmeFiles", "NvmeSegments", "ScrubCounts", "ScrubParts", "ScrubReport", "Scrubber"]
@@ -40,6 +43,8 @@ log = logging.getLogger(__name__)
 _SILENCE_S: Final = 30.0
 _START_S: Final = 60.0
 _WAIT_S: Final = 1.0
+#: Errors of a second reading that say nothing of the page: also that its device has gone meanwhile.
+_NOT_THE_PAGE: Final = SHORTAGE | {errno.EBADF, errno.ECANCELED}
 
 OnProgress: TypeAlias = Callable[[ScrubCounts], Awaitable[None]]
 
@@ -223,10 +228,41 @@ class Scrubber:
         walk.count(counts)
         return owed_s
 
+    async def _give_up(self, holding: Holding, unread: Sequence[Finding]) -> None:
+        """Pages on NVMe that the process could not read: who puts one again must not hear that it
+        is there."""
+        if self._parts.confirm is not None:
+            await self._parts.confirm()
+        for found in unread:
+            held = holding.pages[found.index]
+            check = self._parts.recheck(held.reading, held.identity, held.key)
+            try:
+                if await holding.finish(found.index, check):
+                    continue  # it is the process that could not
+            except (Busy, TimeoutError):
+                continue  # the device is offline already, or too slow to tell
+            except TierIOError as error:
+                if errno_of(error) in _NOT_THE_PAGE:
+                    continue
+            if await self._condemn(holding, found.index):
+                log.error(
+                    "page.unreadable", extra={"tier": "nvme", "pages": 1, "why": found.reason}
+                )
+
+    async def _condemn(self, holding: Holding, index: int) -> bool:
+        """Whether that allocation was still there to be condemned."""
+        held = holding.pages[index]
+        is_ours = await holding.finish(index, self._parts.condemn(held.reading))
+        if is_ours and self._parts.lost is not None and held.reading.ref.tier is Tier.NVME:
+            self._parts.lost(held.namespace, held.identity.shard, held.key)
+        return is_ours
+
     async def _judge(self, walk: Walk, holding: Holding, answer: Answer) -> None:
-        """Condemns what fails here too."""
+        """Condemns what fails here too, and what nobody can read."""
         tier = walk.tier.name.lower()
         unread = [found.reason for found in answer.io_errors]
+        if answer.io_errors and walk.tier is Tier.NVME:
+            await self._give_up(holding, answer.io_errors)
         for found in answer.corrupt:
             held = holding.pages[found.index]
             check = self._parts.recheck(held.reading, held.identity, held.key)
@@ -237,7 +273,7 @@ class Scrubber:
                 continue
             if is_whole:
                 log.warning("scrub.false_alarm", extra={"tier": tier, "why": found.reason})
-            elif await holding.finish(found.index, self._parts.condemn(held.reading)):
+            elif await self._condemn(holding, found.index):
                 walk.count(ScrubCounts(pages_corrupt=1))
                 log.error("page.corrupt", extra={"tier": tier, "pages": 1, "why": found.reason})
         if unread:

@@ -77,7 +77,9 @@ class ScrubParts:
     `identity_of(namespace number, shard)` is None for a number that has ended. `recheck(reading,
     identity, key)` reads the copy again and says whether it is whole; a TierIOError, Busy or
     TimeoutError from it counts the page as not read.
-    `condemn` says whether that allocation was still there to be condemned.
+    `condemn` says whether that allocation was still there to be condemned. `confirm` returns when
+    pages of NVMe that are gone with their files are misses. `lost(namespace number, shard, key)` is
+    told of every copy on NVMe that was condemned: the page may be whole in host memory.
     """
 
     store: Store
@@ -86,6 +88,8 @@ class ScrubParts:
     recheck: Callable[[Reading, Identity, bytes], Awaitable[bool]]
     condemn: Callable[[Reading], Awaitable[bool]]
     nvme: NvmeFiles | None = None
+    confirm: Callable[[], Awaitable[None]] | None = None
+    lost: Callable[[int, int, bytes], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,7 @@ class Held:
     """A page that a batch reads, whose slot cannot be reused meanwhile."""
 
     reading: Reading
+    namespace: int
     identity: Identity
     key: bytes
 
@@ -239,7 +244,7 @@ class Walk:
             if reading.ref.tier is self.tier:
                 identity = self._parts.identity_of(namespace, shard)
                 if identity is not None:
-                    return Held(reading=reading, identity=identity, key=key)
+                    return Held(reading=reading, namespace=namespace, identity=identity, key=key)
         except BaseException:
             reading.release()
             raise

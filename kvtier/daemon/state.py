@@ -12,6 +12,7 @@ missing file is an error: starting from zero would repeat generations. One threa
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -23,7 +24,8 @@ from typing import Any
 import msgpack
 
 from kvtier.errors import DirectoryError
-from kvtier.tiers.sealed_file import TEMPORARY_SUFFIX, read_sealed, write_sealed
+from kvtier.tiers.plain_file import open_plain, permission_remedy
+from kvtier.tiers.sealed_file import DISCARD, TEMPORARY_SUFFIX, read_sealed, write_sealed
 
 __all__ = ["FORMAT_VERSION", "LOCAL_SOCKET", "DaemonDirectory", "new_boot_id", "open_directory"]
 
@@ -38,7 +40,7 @@ _LOCK = "lock"
 #: The local plane's, which a daemon that was killed leaves behind.
 LOCAL_SOCKET = "local.sock"
 _OURS = frozenset((_FORMAT, _GENERATIONS, _NAMESPACES, _LOCK, LOCAL_SOCKET))
-_OURS_OF_NVME = re.compile(r"(geometry|checkpoint(\.old)?|journal-\d{10})(\.tmp)?")
+_OURS_OF_NVME = re.compile(r"(geometry|checkpoint(\.old)?|journals|journal-[0-9]{10,19})(\.tmp)?")
 
 
 def new_boot_id() -> int:
@@ -160,11 +162,12 @@ def open_directory(
     """
     try:
         _make_private(path)
-        lock_fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock_fd = open_plain(path / _LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise DirectoryError(
-            f"{path} cannot be used: {error.strerror}",
-            remedy="Name a daemon.directory that the daemon's user can make and write.",
+            f"{_named(path, error)} cannot be used: {error.strerror}",
+            remedy=_remedy(path, error)
+            or "Name a daemon.directory that the daemon's user can make and write.",
         ) from error
     directory = DaemonDirectory(path, lock_fd)
     try:
@@ -178,9 +181,23 @@ def open_directory(
     except OSError as error:
         directory.close()
         raise DirectoryError(
-            f"{path} cannot be used: {error.strerror}", remedy="Check the disk."
+            f"{_named(path, error)} cannot be used: {error.strerror}",
+            remedy=_remedy(path, error) or "Check the disk (kernel log, SMART data).",
         ) from error
     return directory
+
+
+def _named(path: Path, error: OSError) -> Path:
+    """The file that the system named, where it did."""
+    return Path(error.filename) if isinstance(error.filename, str) else path
+
+
+def _remedy(path: Path, error: OSError) -> str:
+    if error.errno == errno.EINVAL:
+        return f"Remove {_named(path, error)}, which is none of kvtier's, and start again."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"Make room on the file system of {path} and start again; nothing was lost."
+    return permission_remedy(_named(path, error), error)
 
 
 def _discard(path: Path) -> None:
@@ -242,12 +259,12 @@ def _unpack_namespaces(path: Path, payload: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise DirectoryError(
             f"{path / _NAMESPACES} cannot be read: {error}",
-            remedy="Name a new daemon.directory (every cached page is then a miss).",
+            remedy=f"Restore it from a copy, or {DISCARD}.",
         ) from error
     if not isinstance(state, dict):
         raise DirectoryError(
             f"{path / _NAMESPACES} does not hold a registry",
-            remedy="Name a new daemon.directory (every cached page is then a miss).",
+            remedy=f"Restore it from a copy, or {DISCARD}.",
         )
     return state
 
@@ -255,6 +272,5 @@ def _unpack_namespaces(path: Path, payload: bytes) -> dict[str, Any]:
 def _missing(path: Path, name: str) -> DirectoryError:
     return DirectoryError(
         f"{path / name} is missing although the directory was in use",
-        remedy="Restore it from a copy, or start with a new, empty daemon.directory "
-        "(every cached page is then a miss).",
+        remedy=f"Restore it from a copy, or {DISCARD}.",
     )

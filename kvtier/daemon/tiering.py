@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,8 +59,11 @@ class Tiering:
         subject_of: SubjectOf,
         budget: WriteBudget,
         streams: int,
+        confirm: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`streams` is how many pages the devices take at once."""
+        """`streams` is how many pages the devices take at once; `confirm` returns when copies that
+        are gone with their files are none any more."""
+        self._confirm = confirm
         self._store = store
         self._mover = mover
         self._config = config
@@ -90,6 +93,10 @@ class Tiering:
         self, scope: Scope, keys: Keys, *, io_class: IoClass = IoClass.PUT
     ) -> npt.NDArray[np.bool_]:
         """Copies what is not on NVMe yet; which of `keys` are there then."""
+        is_there = self._store.survey.in_tier(*scope, keys, Tier.NVME)
+        if self._confirm is not None and is_there.any():
+            # Nothing is written of these: whether their files are still there has to be asked.
+            await self._confirm()
         todo = np.flatnonzero(~self._store.survey.in_tier(*scope, keys, Tier.NVME))
         queue = iter(todo.tolist())
 

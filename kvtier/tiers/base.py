@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from enum import StrEnum
 from operator import index
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ from kvtier.core.page import Tier
 from kvtier.errors import TierIOError
 
 __all__ = [
+    "NO_NEW_FILES",
+    "SHORTAGE",
     "SLOT_BYTES",
     "Buffer",
     "TierDevice",
@@ -78,7 +80,17 @@ class TierDevice(Protocol):
         """Release everything; again does nothing. All other calls raise TierIOError after it."""
 
 
+#: No new file can be made, for want of room or of rights to the directory: those that exist can be
+#: read and written all the same.
+NO_NEW_FILES: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM))
+#: What this process, or the system, is short of says nothing of a device.
+SHORTAGE: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+
 _REMEDIES = {
+    errno.EACCES: "give the daemon's user the right to read and write there (chown, chmod)",
+    errno.EPERM: "give the daemon's user the right to read and write there (chown, chattr)",
+    errno.EROFS: "mount the file system writable again",
+    errno.ENOENT: "mount the device, or put its directory back",
     errno.ENOSPC: "free space on the tier's file system, or lower the tier's byte cap",
     errno.EDQUOT: "raise the disk quota of the daemon's user, or lower the tier's byte cap",
     errno.EIO: "check the device (kernel log, SMART data); the page counts as a miss meanwhile",

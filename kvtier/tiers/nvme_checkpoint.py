@@ -73,6 +73,7 @@ from kvtier.tiers.nvme_state import (
     unwritable,
     write_whole,
 )
+from kvtier.tiers.plain_file import opened_plain
 
 __all__ = [
     "CHECKPOINT",
@@ -174,7 +175,7 @@ def oldest_number(directory: Path) -> int:
     numbers = []
     for name in (CHECKPOINT, CHECKPOINT_OLD):
         try:
-            with (directory / name).open("rb") as file:
+            with opened_plain(directory / name) as file:
                 head = parse_head(file.read(4096), CHECKPOINT_MAGIC)
         except FileNotFoundError:
             continue
@@ -335,7 +336,7 @@ def _is_whole(path: Path, directory_id: bytes) -> bool:
     total = xxhash.xxh3_128()
     size = 0
     try:
-        with path.open("rb") as file:
+        with opened_plain(path) as file:
             head = parse_head(file.read(_HEAD_BYTES), CHECKPOINT_MAGIC)
             if not isinstance(head, Head) or head.version not in _READERS:
                 return False

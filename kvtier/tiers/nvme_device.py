@@ -274,6 +274,19 @@ class NvmeDevice:
             except OSError as error:
                 raise self.failed(TierOperation.WRITE, error) from error
 
+    def check_files(self) -> None:
+        """That the directory and every segment are still there by name: what is written to a file
+        without one is lost, although it can be read as long as it is open. Raises TierIOError."""
+        try:
+            before = self._segments
+            self._directory.check_present()
+            names = frozenset(self._directory.names())
+            missing = [n for n in before & self._segments if segment_name(n) not in names]
+            if missing:
+                raise OSError(errno.ENOENT, f"{segment_name(min(missing))} was deleted")
+        except OSError as error:
+            raise self.failed(TierOperation.READ, error) from error
+
     def look_again(self) -> None:
         """For a device that was away: which segments are there now. Raises TierIOError."""
         with self._change_lock:
@@ -363,7 +376,9 @@ def _check_named(file: DirectFile) -> None:
 def _failed(
     path: Path, operation: TierOperation, error: OSError, *, slot: int | None = None
 ) -> TierIOError:
-    words = f"{error.strerror or error} in {path}"
+    # The file, where the system names one: rights may be missing to it alone.
+    named = error.filename if isinstance(error.filename, str) else ""
+    words = f"{error.strerror or error} in {named if named.startswith(str(path)) else path}"
     located = OSError(error.errno or 0, words)
     located.__cause__ = error
     return tier_io_error(Tier.NVME, operation, located, slot=slot)

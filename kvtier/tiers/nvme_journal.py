@@ -42,6 +42,7 @@ from kvtier.tiers.nvme_frames import (
     frame_seed,
     parse_frames,
 )
+from kvtier.tiers.nvme_lengths import LengthNote
 from kvtier.tiers.nvme_state import (
     Head,
     check_owner,
@@ -72,7 +73,7 @@ __all__ = [
     "remove_unused",
 ]
 
-_NAME: Final = re.compile(r"journal-(\d{10})")
+_NAME: Final = re.compile(r"journal-([0-9]{10}|[1-9][0-9]{10,18})")
 #: Files of a write that never ended, of the writers that rest while `remove_old` runs.
 _LEFTOVERS: Final = ("checkpoint.tmp", "geometry.tmp")
 
@@ -87,9 +88,13 @@ class _Waiting:
 class Journal:
     """A journal that is written. Made by `create`; close it."""
 
-    def __init__(self, file: AsyncFileIO, path: Path, number: int, seed: int) -> None:
+    def __init__(
+        self, file: AsyncFileIO, path: Path, number: int, seed: int, *, note: LengthNote | None
+    ) -> None:
         self.path = path
         self.number = number
+        self._note = note
+        self._written_bytes = JOURNAL_HEAD_BYTES
         self._file = file
         self._seed = seed
         self._size_bytes = JOURNAL_HEAD_BYTES
@@ -100,22 +105,39 @@ class Journal:
         self._is_closed = False
 
     @classmethod
-    async def create(cls, directory: Path, *, number: int, directory_id: bytes) -> Journal:
-        """Durably makes the empty journal `number`. Raises DirectoryError, also if it exists."""
-        return await to_the_end(cls._create(directory, number, directory_id), cls._undo)
+    async def create(
+        cls,
+        directory: Path,
+        *,
+        number: int,
+        directory_id: bytes,
+        note: LengthNote | None = None,
+    ) -> Journal:
+        """Durably makes the empty journal `number`. Raises DirectoryError, also if it exists.
+
+        `note` is told how much is durable, before anybody else hears of it.
+        """
+        return await to_the_end(cls._create(directory, number, directory_id, note), cls._undo)
 
     @classmethod
-    async def _create(cls, directory: Path, number: int, directory_id: bytes) -> Journal:
+    async def _create(
+        cls, directory: Path, number: int, directory_id: bytes, note: LengthNote | None
+    ) -> Journal:
         path = directory / _name(number)
         try:
             file = await aiofiles.open(path, "xb", buffering=0, opener=open_private)
         except OSError as error:
             raise unwritable(path, error) from error
-        journal = cls(file, path, number, frame_seed(directory_id, number))
+        journal = cls(file, path, number, frame_seed(directory_id, number), note=note)
         try:
             await write_whole(file, encode_head(directory_id, number))
             await asyncio.to_thread(os.fsync, file.fileno())
             await asyncio.to_thread(sync_directory, directory)
+            if note is not None:
+                await asyncio.to_thread(note.begin, number, JOURNAL_HEAD_BYTES)
+        except DirectoryError:
+            await journal._undo()
+            raise
         except OSError as error:
             await journal._undo()
             raise unwritable(path, error) from error
@@ -181,10 +203,12 @@ class Journal:
 
     async def _write(self, batch: list[_Waiting]) -> None:
         try:
-            await self._write_bytes(b"".join(item.frame for item in batch))
+            frames = b"".join(item.frame for item in batch)
+            await self._write_bytes(frames)
+            self._written_bytes += len(frames)
             _settle([item for item in batch if not item.sync])
             if any(item.sync for item in batch):
-                await asyncio.to_thread(os.fdatasync, self._file.fileno())
+                await asyncio.to_thread(self._sync)
         except OSError as error:
             self._failure = error
             for item in self._taken_back(batch):
@@ -196,6 +220,12 @@ class Journal:
             raise
         else:
             _settle(batch)
+
+    def _sync(self) -> None:
+        """A thread. In this order: what is noted must be true after a power cut."""
+        os.fdatasync(self._file.fileno())
+        if self._note is not None:
+            self._note.note(self.number, self._written_bytes)
 
     def _taken_back(self, batch: list[_Waiting]) -> list[_Waiting]:
         """All that wait, but for those whose caller was cancelled or has its answer."""
@@ -221,7 +251,7 @@ def _settle(items: list[_Waiting]) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalContents:
     """What a journal says. `bad_frames` counts the frames that are lost in the middle and a damaged
-    head; `torn_bytes` is what comes after the last good frame.
+    head; `torn_bytes` is what comes after the last good frame, which ends at `good_bytes`.
     """
 
     path: Path
@@ -231,6 +261,7 @@ class JournalContents:
     frames: int
     bad_frames: int
     torn_bytes: int
+    good_bytes: int = 0
     is_head_damaged: bool = False
 
 
@@ -271,7 +302,8 @@ def read_journal(path: Path, directory_id: bytes | None = None) -> JournalConten
         frames=frames.good,
         bad_frames=frames.bad + is_damaged,
         # Shorter than its head: the file of a `create` that was cut off.
-        torn_bytes=frames.torn_bytes if len(blob) >= JOURNAL_HEAD_BYTES else len(blob),
+        torn_bytes=(torn := frames.torn_bytes if len(blob) >= JOURNAL_HEAD_BYTES else len(blob)),
+        good_bytes=len(blob) - torn,
         is_head_damaged=is_damaged,
     )
 

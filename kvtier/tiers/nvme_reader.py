@@ -28,14 +28,15 @@ from kvtier.tiers.nvme_segment import (
     segment_name,
     segment_number,
 )
-from kvtier.tiers.sealed_file import TEMPORARY_SUFFIX
+from kvtier.tiers.sealed_file import DISCARD, TEMPORARY_SUFFIX
 
 __all__ = ["DeviceLook", "SegmentReader", "look_at_device"]
 
 
 @dataclass(slots=True, kw_only=True)
 class DeviceLook:
-    """What lies in the directory of a device. `problem`: why nothing of it can be used, or "".
+    """What lies in the directory of a device. `problem`: why nothing of it can be used, or "";
+    `is_refused`: no daemon starts with it, unless `remedy` is followed.
 
     `rejected` are files with a segment's name that are not that segment, and why; `leftovers` what
     a write that never ended left; `foreign` the names of everything that is none of kvtier's.
@@ -44,10 +45,15 @@ class DeviceLook:
     number: int
     path: Path
     problem: str = ""
+    #: As its own file says, if it is of this daemon directory: a start goes by that.
+    own_number: int | None = None
+    is_refused: bool = False
+    remedy: str = ""
     segments: list[int] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
+    rejected_segments: list[int] = field(default_factory=list)
 
 
 def look_at_device(geometry: Geometry, number: int, path: Path) -> DeviceLook:
@@ -58,7 +64,7 @@ def look_at_device(geometry: Geometry, number: int, path: Path) -> DeviceLook:
         names = sorted(item.name for item in path.iterdir())
         found = read_identity(path)
     except DirectoryError as error:
-        look.problem = str(error)
+        look.problem, look.is_refused, look.remedy = str(error), True, error.remedy
         return look
     except OSError as error:
         look.problem = f"{path} cannot be read: {error.strerror}"
@@ -67,7 +73,10 @@ def look_at_device(geometry: Geometry, number: int, path: Path) -> DeviceLook:
         look.problem = f"{path} has no identity: it is not mounted, or somebody emptied it"
     elif found.directory_id != wanted.directory_id:
         look.problem = f"{path} holds the pages of another daemon directory"
-    elif found.number != wanted.number:
+        look.is_refused, look.remedy = True, f"name another directory, or {DISCARD}"
+    else:
+        look.own_number = found.number
+    if found is not None and look.own_number not in (None, number):
         look.problem = f"{path} is device {found.number} of this daemon directory, not {number}"
     for name in names:
         local = segment_number(name)
@@ -79,6 +88,7 @@ def look_at_device(geometry: Geometry, number: int, path: Path) -> DeviceLook:
             why = _difference(path / name, geometry, number, local)
             if why:
                 look.rejected.append(f"{name}: {why}")
+                look.rejected_segments.append(local)
             else:
                 look.segments.append(local)
     return look

@@ -24,7 +24,7 @@ error. Synchronous; call it outside of an event loop.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
@@ -42,6 +42,7 @@ from kvtier.tiers.nvme_checkpoint import (
     CheckpointState,
     read_checkpoint,
 )
+from kvtier.tiers.nvme_geometry import split_slab
 from kvtier.tiers.nvme_journal import (
     Delete,
     Drop,
@@ -51,11 +52,16 @@ from kvtier.tiers.nvme_journal import (
     read_journal,
     remove_old,
 )
+from kvtier.tiers.nvme_lengths import LENGTHS, JournalLengths, read_lengths
 from kvtier.tiers.nvme_scan import SlabScan, is_whole, scan_slab
+from kvtier.tiers.nvme_segment import segment_name
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
 from kvtier.tiers.nvme_survivors import Happenings, Place, Survivors, survivors
 
 __all__ = ["Base", "Recovered", "RecoveryReport", "recover", "remove_old"]
+
+#: So many segments that are gone are named; the count is of all.
+_NAMED_MAX = 16
 
 
 class Base(Enum):
@@ -84,7 +90,13 @@ class RecoveryReport:
     entries: int = 0
     bad_frames: int = 0
     torn_bytes: int = 0
+    #: Of the journals: what was acknowledged and is not there any more.
+    cut: tuple[str, ...] = ()
+    cut_bytes: int = 0
     segments_scanned: int = 0
+    #: Segments that held pages, or may have, and are not there any more.
+    gone: tuple[str, ...] = ()
+    segments_gone: int = 0
     skipped: tuple[str, ...] = ()
     slots: int = 0
     damaged: int = 0
@@ -113,6 +125,9 @@ class RecoveryReport:
             said.append("the checkpoint before the newest was used")
         if self.bad_frames:
             said.append(f"{self.bad_frames} damaged entries of the journal were left out")
+        said += [*self.cut, *self.gone[:_NAMED_MAX]]
+        if len(self.gone) > _NAMED_MAX:
+            said.append(f"{len(self.gone) - _NAMED_MAX} more segments are not there any more")
         if self.damaged or self.misplaced:
             said.append(f"{self.damaged + self.misplaced} records have a damaged header")
         return said + [f"{text} (not read)" for text in self.skipped]
@@ -145,12 +160,14 @@ def recover(
     slabs: Collection[int],
     segment_bytes: int,
     generations: Mapping[bytes, int],
+    is_expected: Callable[[int], bool] = lambda slab: True,
     threads: int = 4,
 ) -> Recovered:
     """The pages on `tier`, whose segments are `slabs`.
 
     `generations` is the present namespace generation of each fingerprint, `threads` how many
-    segments are read at a time. A segment that cannot be read is skipped and named in the report.
+    segments are read at a time. A segment that cannot be read is skipped and named in the report,
+    as is one that is known and not there, if `is_expected` says that nobody gave it up.
 
     Raises DirectoryError: checkpoint or journal cannot be read, are of a version that this build
     does not know, or of another directory.
@@ -158,8 +175,9 @@ def recover(
     base, chosen, bad = _choose(directory, directory_id)
     paths = journal_paths(directory)
     numbers = [number for number in paths if chosen is not None and number >= chosen.number]
+    lengths = read_lengths(directory, directory_id)
     next_number = max([*paths, *(file.number for file in bad), chosen.number if chosen else 0]) + 1
-    why = _why_lost(chosen, numbers, is_used=bool(paths or bad))
+    why = _why_lost(chosen, numbers, lengths, is_used=bool(paths or bad or lengths.of))
     bad_checkpoints = tuple(f"{file.path.name}: {file.reason}" for file in bad)
     if chosen is None or chosen.snapshot is None or why:
         report = RecoveryReport(
@@ -169,6 +187,8 @@ def recover(
     journals = [read_journal(paths[number], directory_id) for number in numbers]
     happenings = _happenings(journals)
     place = Place(slabs=frozenset(slabs), segment_bytes=segment_bytes)
+    known = happenings.marks.keys() | chosen.snapshot.classes.keys()
+    gone = [slab for slab in sorted(known - place.slabs) if is_expected(slab)]
     scans, skipped = _scan(tier, happenings.marks, place, threads)
     while True:
         found = survivors(chosen.snapshot, scans, happenings, place=place, generations=generations)
@@ -189,9 +209,13 @@ def recover(
             is_lost=False,
             why="",
             **_journal_counts(journals),
+            cut=_cut(journals, lengths),
+            cut_bytes=sum(lengths.lost_bytes(j.number, j.good_bytes) for j in journals),
             **_scan_counts(scans),
             **_page_counts(found),
             skipped=skipped,
+            gone=tuple(map(_gone_words, gone)),
+            segments_gone=len(gone),
         ),
     )
 
@@ -210,13 +234,21 @@ def _choose(
     return Base.NONE, None, bad
 
 
-def _why_lost(chosen: CheckpointFile | None, numbers: Sequence[int], *, is_used: bool) -> str:
+def _why_lost(
+    chosen: CheckpointFile | None,
+    numbers: Sequence[int],
+    lengths: JournalLengths,
+    *,
+    is_used: bool,
+) -> str:
     """Why deleted pages could come back, or ""; `numbers` are the journals from `chosen` on."""
     if chosen is None:
         return "there is no whole checkpoint" if is_used else ""
     for before, number in pairwise([chosen.number - 1, *numbers]):
         if number != before + 1:
-            return f"journal {before + 1} is missing"
+            return f"journal {before + 1} is missing (journal {number} is there)"
+    if numbers and lengths.newest > numbers[-1]:
+        return f"journal {lengths.newest} is missing, the newest"
     return "" if numbers else f"journal {chosen.number} is missing"
 
 
@@ -262,12 +294,16 @@ def _scan(
         except TierIOError as error:
             return f"slab {slab}: {error}"
 
-    # A segment that is not there any more was given up by its owner.
     wanted = sorted(place.slabs & marks.keys())
     with ThreadPoolExecutor(max(1, threads), "kvtier-recovery") as pool:
         results = list(pool.map(look, wanted))
     scans = [result for result in results if isinstance(result, SlabScan)]
     return scans, tuple(result for result in results if isinstance(result, str))
+
+
+def _gone_words(slab: int) -> str:
+    device, local = split_slab(slab)
+    return f"{segment_name(local)} of device {device} is not there any more: its pages are misses"
 
 
 def _torn(tier: TierDevice, found: Survivors, threads: int) -> frozenset[int]:
@@ -314,6 +350,22 @@ def _journal_counts(journals: Sequence[JournalContents]) -> dict[str, int]:
         "bad_frames": sum(journal.bad_frames for journal in journals),
         "torn_bytes": sum(journal.torn_bytes for journal in journals),
     }
+
+
+def _cut(journals: Sequence[JournalContents], lengths: JournalLengths) -> tuple[str, ...]:
+    """What is missing at the end of journals, and cannot be what a crash left: a crash loses only
+    what nobody was told of."""
+    said = []
+    if lengths.problem:
+        said.append(f"{LENGTHS}: {lengths.problem}: whether a journal was cut short is not known")
+    for journal in journals:
+        lost = lengths.lost_bytes(journal.number, journal.good_bytes)
+        if lost:
+            said.append(
+                f"{journal.path.name} was cut short or damaged at its end: {lost} bytes of entries"
+                " that were acknowledged are gone; what they deleted can be back"
+            )
+    return tuple(said)
 
 
 def _scan_counts(scans: Sequence[SlabScan]) -> dict[str, int]:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import xxhash
 
 from kvtier.errors import DirectoryError
+from kvtier.tiers.plain_file import permission_remedy, read_plain
 
 if TYPE_CHECKING:
     from aiofiles.threadpool.binary import AsyncFileIO
@@ -120,7 +121,7 @@ def check_owner(path: Path, found: bytes, directory_id: bytes) -> None:
 def read_file(path: Path) -> bytes | None:
     """The bytes of `path`, None when there is no such file. Raises DirectoryError."""
     try:
-        return path.read_bytes()
+        return read_plain(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -131,7 +132,8 @@ def unreadable(path: Path, error: OSError) -> DirectoryError:
     """The DirectoryError for a read that the system refused."""
     return DirectoryError(
         f"{path} cannot be read: {error.strerror}",
-        remedy="Check the disk (kernel log, SMART data) and start again; nothing was changed. "
+        remedy=permission_remedy(path, error)
+        or "Check the disk (kernel log, SMART data) and start again; nothing was changed. "
         "If the file is gone for good, --discard-cache gives up what is cached on NVMe.",
     )
 
@@ -140,7 +142,8 @@ def unwritable(path: Path, error: OSError) -> DirectoryError:
     """The DirectoryError for a write that the system refused."""
     return DirectoryError(
         f"{path} cannot be written: {error.strerror}",
-        remedy="Make room, and check that the daemon's user may write there.",
+        remedy=permission_remedy(path, error)
+        or f"Make room on the file system of {path.parent} and start again; nothing was lost.",
     )
 
 
@@ -178,7 +181,7 @@ def padded(length: int, align: int) -> int:
 
 def open_private(path: str, flags: int) -> int:
     """An opener for files that only the daemon's user may read."""
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
 
 
 def sync_directory(directory: Path) -> None:

@@ -16,10 +16,13 @@ from pathlib import Path
 import xxhash
 
 from kvtier.errors import DirectoryError
+from kvtier.tiers.plain_file import open_plain, permission_remedy, read_plain
 
-__all__ = ["TEMPORARY_SUFFIX", "read_sealed", "write_sealed"]
+__all__ = ["DISCARD", "TEMPORARY_SUFFIX", "read_sealed", "write_sealed"]
 
 TEMPORARY_SUFFIX = ".tmp"
+#: The remedy for state that cannot be read any more.
+DISCARD = "start once with `kvtier serve --discard-cache` (every cached page is then a miss)"
 
 _MAGIC = b"KVTSEAL\x01"
 _HEAD = struct.Struct("<8s8sQ16s")
@@ -30,7 +33,8 @@ def write_sealed(path: Path, kind: bytes, payload: bytes) -> None:
     blob = _HEAD.pack(_MAGIC, kind, len(payload), _sum(kind, payload)) + payload
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        temporary.unlink(missing_ok=True)
+        fd = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             written = 0
             while written < len(blob):
@@ -45,20 +49,23 @@ def write_sealed(path: Path, kind: bytes, payload: bytes) -> None:
             temporary.unlink()
         raise DirectoryError(
             f"{path} cannot be written: {error.strerror}",
-            remedy="Make room, and check that the daemon's user may write there.",
+            remedy=permission_remedy(path, error)
+            or f"Make room on the file system of {path.parent}.",
         ) from error
 
 
 def read_sealed(path: Path, kind: bytes) -> bytes | None:
     """The payload, or None when there is no such file. Raises DirectoryError for anything amiss."""
     try:
-        blob = path.read_bytes()
+        blob = read_plain(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DirectoryError(
             f"{path} cannot be read: {error.strerror}",
-            remedy="Check the disk; nothing was changed.",
+            remedy=permission_remedy(path, error)
+            or "Check the disk (kernel log, SMART data); nothing was changed. If the file is gone "
+            f"for good, {DISCARD}.",
         ) from error
     if len(blob) < _HEAD.size:
         raise _corrupt(path, f"{len(blob)} bytes, too short for its header")
@@ -88,6 +95,5 @@ def _sync_directory(directory: Path) -> None:
 def _corrupt(path: Path, what: str) -> DirectoryError:
     return DirectoryError(
         f"{path} is damaged: {what}",
-        remedy="Restore it from a copy, or start with a new, empty daemon.directory "
-        "(every cached page is then a miss).",
+        remedy=f"Restore it from a copy, or {DISCARD}.",
     )

@@ -48,10 +48,10 @@ class Mover:
         self._promotions: dict[tuple[int, int, bytes], asyncio.Task[MoveCode]] = {}
         self._going_down = Turns()
         self.bounced_bytes = 0
+        self.too_long_bytes = 0  # the longest record that no segment can hold
         self.demotions: Counter[MoveCode] = Counter()
         self.promotions: Counter[MoveCode] = Counter()
-        self.bytes_written = 0
-        self.bytes_read = 0
+        self.bytes_written = self.bytes_read = 0
 
     # -- down ------------------------------------------------------------------------------------
 
@@ -84,6 +84,7 @@ class Mover:
         meta = packed[0]
         size = record_bytes(meta.length)
         if size > self._lower.segment_bytes:
+            self.too_long_bytes = max(self.too_long_bytes, size)
             return MoveCode.REFUSED
         if not self._store.room.has_free(Tier.NVME, size):
             await self._lower.grow(size)

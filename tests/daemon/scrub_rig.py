@@ -131,6 +131,7 @@ class Rig:
             identity_of=lambda number, shard: IDENTITY if number in self.known else None,
             recheck=options.pop("recheck", self.recheck),
             condemn=options.pop("condemn", self.condemn),
+            confirm=options.pop("confirm", None),
             nvme=nvme,
         )
         return Scrubber(parts, **options)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +15,7 @@ from device_rig import FIT, NS, RECORD, SEGMENT, Rig, rig_on, slow_to_make
 
 from kvtier.core.handles import Reading
 from kvtier.core.page import Codec, PutCode, Tier
+from kvtier.tiers.base import TierOperation
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.io_pool import IoClass
 from kvtier.tiers.nvme import NvmeDevice
@@ -199,7 +203,7 @@ async def test_the_loop_never_asks_a_device_what_its_files_take(base: Path) -> N
     with mock.patch.object(NvmeDevice, "disk_bytes", spying):
         async with rig_on(base) as rig:
             health = rig.health()
-            await asyncio.to_thread(rig.devices.probe_all)
+            await rig.devices.probe_all()
             empty = health.disk_bytes
             assert 0 < empty < SEGMENT
             await rig.devices.grow(RECORD)
@@ -256,3 +260,60 @@ async def test_a_device_that_hangs_keeps_no_other_from_being_synced(base: Path) 
         assert rig.health(0).synced == 0
         gate.set()
         await asyncio.gather(*(job.wait(5) for job in hanging))
+
+
+@pytest.mark.parametrize(
+    ("number", "is_online"),
+    [
+        (errno.ENOSPC, True),
+        (errno.EDQUOT, True),
+        (errno.EACCES, True),
+        (errno.EROFS, False),
+        (errno.EIO, False),
+    ],
+)
+@on_loop
+async def test_a_device_that_takes_no_file_at_the_start(
+    base: Path, number: int, is_online: bool
+) -> None:
+    """It is named, and the other one is as it would be alone; what is there stays, unless the
+    device fails."""
+    async with rig_on(base, devices=2) as rig:
+        for slab in (0, 1 << 20):
+            rig.devices.tier.create_segment(slab)
+        rig.devices.adopt(rig.devices.tier.slabs())
+        rig.put(range(2 * FIT))
+        probe = NvmeDevice.probe
+
+        def failing(device: NvmeDevice) -> None:
+            if device.number == 0:
+                error = OSError(number, os.strerror(number))
+                raise device.failed(TierOperation.WRITE, error)
+            probe(device)
+
+        began = time.monotonic()
+        with mock.patch.object(NvmeDevice, "probe", failing):
+            await rig.devices.probe_all()
+        await rig.devices.sweep()
+        first, second = rig.health(0), rig.health(1)
+        assert (first.online, second.online, second.reason) == (is_online, True, "")
+        assert os.strerror(number) in first.reason
+        left = 2 * FIT if is_online else FIT
+        assert rig.store.status()[Tier.NVME].sealed == left
+        assert (first.grow_at > began) == is_online, "it is not grown for a while"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+@on_loop
+async def test_no_new_file_is_no_reason_to_stay_offline(base: Path, number: int) -> None:
+    async with rig_on(base) as rig:
+        await rig.devices.grow(RECORD)
+        rig.lose()
+
+        def failing(device: NvmeDevice) -> None:
+            error = OSError(number, os.strerror(number))
+            raise device.failed(TierOperation.WRITE, error)
+
+        with mock.patch.object(NvmeDevice, "probe", failing):
+            await rig.come_back()
+        assert os.strerror(number) in rig.health().reason

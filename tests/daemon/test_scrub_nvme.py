@@ -112,8 +112,22 @@ def test_pages_of_any_length(length, tmp_path):
         assert made.present(0, 1, 2) == [0, 2]
 
 
-def test_a_file_that_cannot_be_read_condemns_nothing(tmp_path, caplog):
-    """One is missing, one is cut off, one lies on a device that is offline."""
+@pytest.mark.parametrize("others", ["can read it", "cannot either", "have no descriptor left"])
+def test_a_file_that_cannot_be_read(tmp_path, caplog, others):
+    """One is missing, one is cut off, one lies on a device that is offline. What nobody can read is
+    given up, so that a put of it does not answer that it is there."""
+    errors = {"cannot either": errno.EIO, "have no descriptor left": errno.EMFILE}
+    confirmed = []
+
+    async def recheck(reading, identity, key) -> bool:
+        if others in errors:
+            cause = OSError(errors[others], os.strerror(errors[others]))
+            raise tier_io_error(NVME, TierOperation.READ, cause)
+        return True
+
+    async def confirm() -> None:
+        confirmed.append(True)
+
     with rig(2, segments=SEGMENTS) as made:
         files = Files(made, tmp_path, DirectMode.AUTO)
         slabs = {n: files.put(n) for n in range(45)}
@@ -121,9 +135,11 @@ def test_a_file_that_cannot_be_read_condemns_nothing(tmp_path, caplog):
         files.path(missing).unlink()
         os.truncate(files.path(cut), SEGMENT_HEADER_BYTES)
         files.offline.add(offline)
-        counts = files.scrub()
-        assert (counts.io_errors, counts.pages_corrupt, made.rechecks) == (45, 0, 0)
-        assert made.present(*range(45)) == list(range(45))
+        counts = files.scrub(recheck=recheck, confirm=confirm)
+        assert (counts.io_errors, counts.pages_corrupt) == (45, 0)
+        assert confirmed
+        gone = (missing, cut) if others == "cannot either" else ()
+        assert made.present(*range(45)) == [n for n in range(45) if slabs[n] not in gone]
         lost = sum(slab == offline for slab in slabs.values())
         assert counts.bytes_done == (45 - lost) * PAGE
     events = [record for record in caplog.records if record.message == "scrub.read_failed"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,10 @@ import pytest
 
 from kvtier.daemon.state import new_boot_id, open_directory
 from kvtier.errors import DirectoryError
+from kvtier.tiers import nvme_state, sealed_file
+from kvtier.tiers.nvme_checkpoint import oldest_number
+from kvtier.tiers.nvme_lengths import read_lengths
+from kvtier.tiers.nvme_state import read_file
 from kvtier.tiers.sealed_file import read_sealed, write_sealed
 
 BLOCK = 1 << 20
@@ -58,10 +64,73 @@ def test_every_flipped_byte_and_every_cut_is_seen(tmp_path):
         read_sealed(file, b"other")
 
 
-def test_a_full_disk_is_a_directory_error(tmp_path):
-    (tmp_path / "f.tmp").symlink_to("/dev/full")
+def test_a_full_disk_is_a_directory_error(tmp_path, monkeypatch):
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(DirectoryError, match="No space left"):
         write_sealed(tmp_path / "f", b"kind", b"payload")
+
+
+def a_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+@pytest.mark.parametrize("make", [a_fifo, a_socket, Path.mkdir])
+def test_what_is_no_file_is_refused_and_not_waited_for(path, make):
+    """A fifo without a writer holds up whoever opens it as a file."""
+    readers = dict.fromkeys((*STATE_FILES, "lock"), open_directory) | {
+        "journals": lambda at: read_lengths(at, bytes(16)),
+        "checkpoint": oldest_number,
+        "journal-0000000001": lambda at: read_file(at / "journal-0000000001"),
+    }
+    for name, reader in readers.items():
+        open_directory(path).close()
+        (path / name).unlink(missing_ok=True)
+        make(path / name)
+        with pytest.raises(DirectoryError, match=f"{name} .*(not a regular file|Is a directory)"):
+            reader(path)
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("name", ["generations", "checkpoint"])
+@pytest.mark.parametrize(
+    ("number", "wanted", "unwanted"),
+    [
+        (errno.EACCES, "Give the daemon's user", "--discard-cache"),
+        (errno.EPERM, "Give the daemon's user", "SMART"),
+        (errno.EIO, "SMART", "chown"),
+    ],
+)
+def test_the_remedy_for_a_file_that_cannot_be_read(
+    path, monkeypatch, name, number, wanted, unwanted
+):
+    def failing(path: Path) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    module, read = (
+        (nvme_state, nvme_state.read_file)
+        if name == "checkpoint"
+        else (sealed_file, lambda at: read_sealed(at, b"gens"))
+    )
+    monkeypatch.setattr(module, "read_plain", failing)
+    with pytest.raises(DirectoryError, match=f"{name} cannot be read: ") as caught:
+        read(path / name)
+    assert wanted in caught.value.remedy
+    assert unwanted not in caught.value.remedy
+    assert (str(path / name) in caught.value.remedy) == (number != errno.EIO)
+
+
+def test_what_lies_in_the_way_of_a_new_version_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / "f.tmp")
+    write_sealed(tmp_path / "f", b"kind", b"payload")
+    assert read_sealed(tmp_path / "f", b"kind") == b"payload"
 
 
 # -- the directory --------------------------------------------------------------------------------

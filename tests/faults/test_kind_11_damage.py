@@ -6,92 +6,33 @@ from __future__ import annotations
 
 import os
 import struct
-import time
 
 import msgpack
 import pytest
 import xxhash
-from fault_rig import (
-    GetCode,
-    Pages,
-    Saved,
-    disk_usage,
-    flip_bit,
-    records,
-    recovered,
-    refused,
-    tier_of,
-    warnings_of,
+from damage_rig import (
+    COUNT,
+    HIT,
+    MISS,
+    PAGES,
+    check_served,
+    expected,
+    frame_offsets,
+    killed_daemon,
+    newest_journal,
+    opened,
 )
+from fault_rig import Saved, flip_bit, records, recovered, refused, warnings_of
 
+from kvtier.cli import main
 from kvtier.packing.checksum import header_sum
-from kvtier.tiers.nvme_journal import Delete, Mark, journal_paths, read_journal
+from kvtier.tiers.nvme_journal import Delete, Mark, read_journal
 from kvtier.tiers.sealed_file import read_sealed, write_sealed
-
-HIT, MISS = GetCode.HIT, GetCode.MISS
-PAGES = Pages(5_000)
-COUNT = 120
-SETTINGS = ("nvme.bytes=8MiB", "nvme.checkpoint_s=3600")
-
-
-def opened(connect, daemon):
-    kv = connect(daemon)
-    return kv, kv.namespace(PAGES.layout)
 
 
 @pytest.fixture
 def daemon(make_daemon, connect):
-    """One that was killed over COUNT durable pages, of which those that 10 divides are deleted:
-    all of it in the journal, none in the checkpoint.
-    """
-    made = make_daemon(*SETTINGS).start()
-    kv, ns = opened(connect, made)
-    for at in range(0, COUNT, 12):
-        PAGES.put(ns, range(at, at + 12))
-    ns.delete(PAGES.keys(range(0, COUNT, 10)))
-    kv.close()
-    made.kill()
-    return made
-
-
-def expected(but: set[int] = frozenset()) -> list[GetCode]:
-    return [MISS if n % 10 == 0 or n in but else HIT for n in range(COUNT)]
-
-
-def check_served(connect, daemon, codes: list[GetCode], *, unsure: bool = False) -> str:
-    """It has what `codes` say, takes new pages, keeps them over a kill; its first warnings.
-
-    `unsure`: of misses the next start may find some in a segment that is used again.
-    """
-    kv, ns = opened(connect, daemon)
-    warnings = warnings_of(kv)
-    assert tier_of(kv).pages_sealed == codes.count(HIT)
-    assert PAGES.get(ns, range(COUNT)) == codes
-    PAGES.put(ns, range(COUNT, COUNT + 20))
-    kv.close()
-    daemon.kill()
-    daemon.start()
-    _, ns = opened(connect, daemon)
-    again = PAGES.get(ns, range(COUNT + 20))
-    kept = [
-        before if unsure and before is MISS else now
-        for before, now in zip(codes, again, strict=False)
-    ]
-    assert kept + again[COUNT:] == codes + [HIT] * 20
-    assert disk_usage(daemon.directory, daemon.base / "nv") <= 8 << 20
-    return warnings
-
-
-def newest_journal(daemon):
-    return max(journal_paths(daemon.directory).values())
-
-
-def frame_offsets(path) -> list[int]:
-    data, at, found = path.read_bytes(), 0, []
-    while (at := data.find(b"\x89KVTFRM\n", at)) >= 0:
-        found.append(at)
-        at += 1
-    return found
+    return killed_daemon(make_daemon, connect)
 
 
 def marked(path, daemon) -> dict[int, int]:
@@ -117,10 +58,15 @@ def test_a_journal_cut_short_loses_its_last_frame_alone(daemon, connect, left_by
     """More than a kill can do: what was synced is gone."""
     journal = newest_journal(daemon)
     assert isinstance(read_journal(journal).entries[-1], Delete)
+    frame_bytes = journal.stat().st_size - frame_offsets(journal)[-1]
     os.truncate(journal, frame_offsets(journal)[-1] + left_bytes)
     daemon.start()
     assert recovered(daemon)["torn_bytes"] == left_bytes
-    check_served(connect, daemon, [HIT] * COUNT)
+    assert recovered(daemon)["cut_bytes"] == frame_bytes
+    said = check_served(connect, daemon, [HIT] * COUNT)
+    named = f"{journal.name} was cut short or damaged at its end: {frame_bytes} bytes of entries"
+    assert named in said
+    assert f"{named} that were acknowledged are gone" in daemon.log
 
 
 def test_a_bad_frame_in_the_middle_costs_what_it_said(daemon, connect):
@@ -317,15 +263,36 @@ def test_a_segment_of_a_version_to_come_is_not_read(daemon, connect):
     PAGES.put(ns, range(10))
 
 
-def test_a_damaged_identity_or_geometry_names_the_way_out(daemon, connect):
-    for path in (daemon.directory / "geometry", daemon.base / "nv" / "device"):
-        whole = path.read_bytes()
-        flip_bit(path, len(whole) - 3, 1)
+@pytest.mark.parametrize("name", ["format", "generations", "namespaces", "geometry", "device"])
+def test_damage_that_stops_a_start_names_the_way_out(daemon, connect, capsys, name):
+    """Which works; and fsck does not call it damage that a start copes with."""
+    path = (daemon.base / "nv" if name == "device" else daemon.directory) / name
+    whole = path.read_bytes()
+    for what in ("bit", "cut", "fifo"):
+        path.unlink()
+        if what == "fifo":
+            os.mkfifo(path)
+        else:
+            path.write_bytes(whole[:10])
+        if what == "bit":
+            path.write_bytes(whole)
+            flip_bit(path, len(whole) - 3, 1)
         said = refused(daemon)
-        assert f"{path} is damaged" in said
-        assert "remedy: " in said
-        path.write_bytes(whole)
-    began = time.monotonic()
+        assert str(path) in said
+        assert ("is not a regular file" if what == "fifo" else "is damaged") in said
+        assert ("--discard-cache" in said) or what == "fifo"
+        code = main(["fsck", str(daemon.directory)])
+        told = "".join(capsys.readouterr())
+        assert str(path) in told or what == "fifo"
+        assert code == (2 if (name, what) == ("format", "fifo") else 3), told
+    path.unlink()
+    path.write_bytes(whole[:10])
+    daemon.start("--discard-cache")
+    kv, ns = opened(connect, daemon)
+    assert PAGES.get(ns, range(COUNT)) == [MISS] * COUNT
+    PAGES.put(ns, range(20))
+    kv.close()
+    daemon.kill()
     daemon.start()
-    assert time.monotonic() - began < 5
-    check_served(connect, daemon, expected())
+    _, ns = opened(connect, daemon)
+    assert PAGES.get(ns, range(20)) == [HIT] * 20

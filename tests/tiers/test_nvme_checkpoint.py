@@ -21,6 +21,7 @@ import pytest
 import xxhash
 
 from kvtier.errors import DirectoryError
+from kvtier.tiers import nvme_state
 from kvtier.tiers.nvme_checkpoint import (
     CheckpointState,
     oldest_number,
@@ -163,7 +164,7 @@ def test_eio_is_an_error(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     write(tmp_path, small())
-    monkeypatch.setattr(Path, "read_bytes", failing)
+    monkeypatch.setattr(nvme_state, "read_plain", failing)
     with pytest.raises(DirectoryError, match="checkpoint cannot be read: Input/output error"):
         read_checkpoint(tmp_path / "checkpoint", ID)
 

@@ -28,6 +28,7 @@ from kvtier.errors import DirectoryError
 from kvtier.packing.checksum import header_sum
 from kvtier.packing.record import decode_header
 from kvtier.testing.faulty_tier import Fault, FaultKind, FaultyTier
+from kvtier.tiers import nvme_state
 from kvtier.tiers.base import TierOperation
 from kvtier.tiers.nvme_recovery import Base
 
@@ -249,15 +250,15 @@ def test_kind_11_restart_eio_is_an_error_and_wipes_nothing(tmp_path, monkeypatch
     if name == "checkpoint.old":
         (tmp_path / "checkpoint").unlink()
     before = listing(tmp_path)
-    read_bytes = Path.read_bytes
+    read_plain = nvme_state.read_plain
 
     def failing(path: Path) -> bytes:
         if path.name == name:
             raise OSError(errno.EIO, "Input/output error")
-        return read_bytes(path)
+        return read_plain(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", failing)
+        patch.setattr(nvme_state, "read_plain", failing)
         with pytest.raises(DirectoryError, match=f"{name} cannot be read: Input/output") as caught:
             world.recover()
     assert "nothing was changed" in caught.value.remedy
@@ -287,7 +288,7 @@ def test_a_crash_between_the_two_renames(tmp_path):
     [
         (["checkpoint", "checkpoint.old"], "there is no whole checkpoint"),
         (["journal-0000000003"], "journal 3 is missing"),
-        (["checkpoint", "journal-0000000002"], "journal 2 is missing"),
+        (["checkpoint", "journal-0000000002"], "journal 2 is missing (journal 3 is there)"),
     ],
 )
 def test_what_could_bring_back_deleted_pages_brings_back_none(tmp_path, gone, why):
