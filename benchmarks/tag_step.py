@@ -4,7 +4,8 @@
 
 SmolLM2-135M in bfloat16 on the CPU, 8 requests of some 100 tokens, pages of 32 tokens. Two engines
 have the same requests, one checks tags before each step and one does not. They make steps in turn,
-and who begins changes with each pair: `--rounds` is how many steps each makes.
+and who begins changes with each pair: `--rounds` is how many steps each makes. The threads are
+torch's (OMP_NUM_THREADS): with fewer of them a step is longer, and the check a smaller share of it.
 
 * `tags/share`: the check alone, of the very tables of the step, over the median step without it
 * `tags/throughput`: by how much a step with the check takes longer; low and high are the 95 % bound
@@ -122,7 +123,6 @@ def bounded(name: str, what: str, found: tuple[float, float, float], most: float
 
 
 def rows(plan: Plan) -> Iterator[Measured]:
-    torch.set_num_threads(1)
     model = load_model(ensure_model().directory, dtype=torch.bfloat16)
     pairs = max(4, plan.rounds(60))
     progress("tags, steps in turn")
@@ -148,7 +148,7 @@ def rows(plan: Plan) -> Iterator[Measured]:
             "%",
             target=Target(bound=Bound.AT_MOST, number=most, of=Of.VALUE),
             note=f"{1e6 * statistics.median(alone):.1f} us of {1e3 * step:.1f} ms; {BATCH} "
-            f"requests, {pages} pages",
+            f"requests, {pages} pages, {torch.get_num_threads()} threads",
         )
     yield bounded("tags/throughput", "a step with the check is longer", longer(steps), 0.5, pairs)
     yield bounded("tags/p95", "and the 95th percentile", later(steps, plan.seed), 0.8, pairs)
