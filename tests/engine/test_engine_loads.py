@@ -10,7 +10,7 @@ import pytest
 
 import kvtier
 from kvtier.client import Connection
-from kvtier.client.device import DevicePool, LayeredLoad, LoadResult, PoolNameTaken, Transfer
+from kvtier.client.device import DevicePool, LayeredLoad, LoadResult, PoolNameTaken
 from kvtier.testing.daemon_process import DaemonProcess
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.engine import Engine
@@ -40,7 +40,7 @@ def test_a_copy_that_fails_after_its_outcome_was_known_is_noted(
     def arrived(load: LayeredLoad) -> LoadResult | None:
         load.wait(60)
         result = asked(load)
-        monkeypatch.setattr(Transfer, "poll", fails)
+        monkeypatch.setattr(LayeredLoad, "poll", fails)
         return result
 
     def fails(_: object) -> NoReturn:
