@@ -3,9 +3,11 @@
     python -m benchmarks.engine_decode [--quick] [--rounds 2] [--only bf16] [--json FILE]
 
 SmolLM2-135M on the CPU, greedy, prompts of PROMPT_TOKENS random tokens, all of one length so that
-neither side pads. Only decoding is timed: from the moment every sequence has its first token to the
-last token of all. transformers runs one batch with its dynamic cache; the engine runs as many
-requests, through its scheduler, with tag checks on. In each round both run, by turns first. The
+neither side pads. Only decoding is timed, as many steps of all sequences on both sides.
+transformers runs one batch with its dynamic cache, from the first token on; the engine runs as many
+requests, through its scheduler, with tag checks on. Its prefill passes and decode steps take turns,
+so the first requests have some tokens more when the last one begins to decode and the clock starts:
+its contexts are longer by up to a token a request. In each round both run, by turns first. The
 threads are torch's (OMP_NUM_THREADS).
 """
 
@@ -13,9 +15,9 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from kvtier_engine.engine import Engine
 from kvtier_engine.model.load import LoadedModel, load_model
 from kvtier_engine.schedule.request import Request, Sampling
 from kvtier_engine.schedule.states import State
-from kvtier_engine.settings import EngineSettings, Integrity, KvCacheDtype, layout_of
+from kvtier_engine.settings import EngineSettings, Integrity, layout_of
 from kvtier_engine.smollm2 import ensure_model
 
 PAGE_TOKENS = 32
@@ -40,14 +42,38 @@ BATCHES = (1, 8, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What both sides do in one round: prompts and how many tokens each is given."""
+    """What both sides do in one round: prompts and how many tokens each is given, of which all but
+    the first are timed.
+    """
 
     prompts: list[list[int]]
     tokens: int
 
     @property
+    def steps(self) -> int:
+        return self.tokens - 1
+
+    @property
     def timed_tokens(self) -> int:
-        return len(self.prompts) * (self.tokens - 1)
+        return len(self.prompts) * self.steps
+
+    @property
+    def engine_tokens(self) -> int:
+        """How many tokens the engine gives each. Between two prefill passes those decode that can:
+        the first request does so once for each pass of all, and has to be there until the end.
+        """
+        passes = sum(-(-len(prompt) // PAGE_TOKENS) for prompt in self.prompts)
+        return passes + self.tokens + 1
+
+    @property
+    def request_tokens(self) -> int:
+        """What a request may come to in the engine's pool, prompt and all."""
+        return max(map(len, self.prompts)) + self.engine_tokens
+
+    @property
+    def pages(self) -> int:
+        """A pool with room for all."""
+        return len(self.prompts) * -(-self.request_tokens // PAGE_TOKENS)
 
 
 def work_of(
@@ -60,26 +86,45 @@ def work_of(
     return Work(prompts=prompts, tokens=tokens)
 
 
-def engine_rate(
-    model: LoadedModel, work: Work, kv_cache: KvCacheDtype = KvCacheDtype.AS_COMPUTED
-) -> float:
-    """Tokens a second, with an engine and a pool of its own."""
-    pages = sum(-(-(len(prompt) + work.tokens) // PAGE_TOKENS) for prompt in work.prompts)
-    pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS, kv_cache=kv_cache), pages)
-    engine = Engine(model, pool, settings=EngineSettings(integrity=Integrity.TAGS))
-    sampling = Sampling(max_tokens=work.tokens, ignore_end=True)
-    handles = [
-        engine.submit(Request(prompt=tuple(prompt), sampling=sampling)) for prompt in work.prompts
-    ]
+def all_decoding(
+    model: LoadedModel, pool: DevicePool, work: Work, integrity: Integrity = Integrity.TAGS
+) -> Engine:
+    """An engine in which all requests decode, and will for `work.steps`. Raises RuntimeError."""
+    engine = Engine(model, pool, settings=EngineSettings(integrity=integrity))
+    sampling = Sampling(max_tokens=work.engine_tokens, ignore_end=True)
+    for prompt in work.prompts:
+        engine.submit(Request(prompt=tuple(prompt), sampling=sampling))
     engine.step()
     while not all(one.state is State.DECODING for one in engine.inside.sequences):
         engine.step()
-    before = sum(len(one.output.tokens) for one in engine.inside.sequences)
-    started = time.perf_counter()
-    engine.run_until_idle()
-    seconds = time.perf_counter() - started
-    done = sum(len(handle.result(0).tokens) for handle in handles)
-    return (done - before) / seconds
+    check_all_decode(engine, work)
+    return engine
+
+
+def check_all_decode(engine: Engine, work: Work) -> None:
+    """Raises RuntimeError when a request has ended, waits or was preempted."""
+    decode = sum(one.state is State.DECODING for one in engine.inside.sequences)
+    if decode != len(work.prompts):
+        raise RuntimeError(f"{decode} of {len(work.prompts)} requests decode")
+
+
+def engine_rate(model: LoadedModel, work: Work, pool: DevicePool | None = None) -> float:
+    """Tokens a second, with an engine of its own; by default over plain pages, as many as it needs.
+    Raises RuntimeError unless every request decodes in every step that is timed.
+    """
+    pool = pool or DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), work.pages)
+    engine = all_decoding(model, pool, work)
+    before = engine.stats().get("decode_tokens", 0)
+    started = perf_counter()
+    for _ in range(work.steps):
+        engine.step()
+    seconds = perf_counter() - started
+    tokens = engine.stats()["decode_tokens"] - before
+    check_all_decode(engine, work)
+    engine.close()
+    if tokens != work.timed_tokens:
+        raise RuntimeError(f"{tokens} tokens were decoded, not {work.timed_tokens}")
+    return tokens / seconds
 
 
 class _Times:
@@ -89,7 +134,7 @@ class _Times:
         self.at: list[float] = []
 
     def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.at.append(time.perf_counter())
+        self.at.append(perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool)
 
 

@@ -3,8 +3,9 @@
     python -m benchmarks.engine_kv [--quick] [--rounds 3] [--json FILE]
 
 SmolLM2-135M in bfloat16 on the CPU, pages of 32 tokens, greedy, random prompts of 96 tokens and 17
-more, tag checks on; decoding alone is timed. `kv/fp8-best`: as many requests at once as fit into
-one pool's bytes, for both. `kv/fp8-single` is one request. Room is counted in bytes that are there.
+more, tag checks on; decoding alone is timed. `kv/fp8-best`: as many requests at once as were found
+to fit, each with all its pages, into one pool of POOL_BYTES, for both. `kv/fp8-single` is one
+request in such a pool. Room is counted in bytes that are there.
 KL divergence and agreement are of the text that comes with kvtier: contexts of 128 tokens, and 64
 tokens after each, both computed over pages of either kind.
 """
@@ -18,7 +19,7 @@ from importlib.resources import files
 import torch
 
 from benchmarks.common import in_turn
-from benchmarks.engine_decode import PAGE_TOKENS, engine_rate, work_of
+from benchmarks.engine_decode import PAGE_TOKENS, Work, engine_rate, work_of
 from benchmarks.plan import Measured, Plan, finish, parser_of, progress
 from benchmarks.rows import Bound, Row, Target
 from kvtier import Codec
@@ -32,8 +33,11 @@ from kvtier_engine.settings import KvCacheDtype, layout_of
 from kvtier_engine.smollm2 import ensure_model
 
 PLAIN, FP8 = KvCacheDtype.AS_COMPUTED, KvCacheDtype.FP8_E4M3
-#: Room for 8 of these requests in bfloat16, and a little more.
-POOL_BYTES, BATCH = 26_000_000, 8
+#: Of each pool, and of each request at most: prompt, what it decodes while others are computed, and
+#: what is timed. How many fit is measured (`running_at_once`).
+POOL_BYTES, REQUEST_TOKENS = 26_000_000, 160
+#: More than fit.
+ASKED = 64
 PROMPT_TOKENS, TOKENS = 96, 17
 CONTEXT, REST = 128, 64
 
@@ -45,19 +49,20 @@ def pages_in(model: LoadedModel, nbytes: int, kv_cache: KvCacheDtype) -> DeviceP
 
 
 def running_at_once(model: LoadedModel, pool: DevicePool, tokens: int) -> int:
-    """How many requests have their pages when more ask than fit."""
+    """How many requests have their pages when more ask than fit. Raises RuntimeError if all do."""
     engine = Engine(model, pool)
     sampling = Sampling(max_tokens=2, ignore_end=True)
-    for number in range(4 * BATCH):
+    for number in range(ASKED):
         engine.submit(Request(prompt=(100 + number,) * tokens, sampling=sampling))
     engine.step()
     running = engine.stats()["requests_running"]
     engine.close()
+    if running == ASKED:
+        raise RuntimeError(f"{pool.pages} pages have room for all {ASKED} requests")
     return running
 
 
 def room(model: LoadedModel) -> Iterator[Measured]:
-    each = -(-(PROMPT_TOKENS + TOKENS) // PAGE_TOKENS) * PAGE_TOKENS
     pools = [pages_in(model, POOL_BYTES, kv_cache) for kv_cache in (FP8, PLAIN)]
     ours, theirs = ((pool.pages * PAGE_TOKENS, pool.rows.nbytes) for pool in pools)
     yield Row.of_pairs(
@@ -69,20 +74,34 @@ def room(model: LoadedModel) -> Iterator[Measured]:
         target=Target(bound=Bound.AT_LEAST, number=1.9),
         note=f"{ours[1]} and {theirs[1]} bytes",
     )
-    at_once = [running_at_once(model, pool, each) for pool in pools]
+    at_once = [running_at_once(model, pool, REQUEST_TOKENS) for pool in pools]
     yield Row.of_pairs(
         "kv/fp8-requests",
-        f"requests of {each} tokens at once in the same pools",
+        f"requests of {REQUEST_TOKENS} tokens at once in the same pools",
         [(at_once[0], at_once[1])],
         "requests",
         "bfloat16",
     )
 
 
+def rate_in_pool(model: LoadedModel, work: Work, kv_cache: KvCacheDtype) -> float:
+    """Tokens a second in the pool of POOL_BYTES. Raises RuntimeError for work that does not fit."""
+    if work.request_tokens > REQUEST_TOKENS:
+        raise RuntimeError(f"a request comes to {work.request_tokens} of {REQUEST_TOKENS} tokens")
+    pool = pages_in(model, POOL_BYTES, kv_cache)
+    if work.pages > pool.pages:
+        raise RuntimeError(f"{work.pages} pages are needed, and {pool.pages} there")
+    return engine_rate(model, work, pool)
+
+
 def speed(model: LoadedModel, plan: Plan) -> Iterator[Measured]:
     tokens = plan.sized(TOKENS, 4)
+    packed, plain = (
+        running_at_once(model, pages_in(model, POOL_BYTES, kv_cache), REQUEST_TOKENS)
+        for kv_cache in (FP8, PLAIN)
+    )
     for name, what, ours, theirs in (
-        ("kv/fp8-best", f"decode of {2 * BATCH} requests, fp8", 2 * BATCH, BATCH),
+        ("kv/fp8-best", f"decode of {packed} requests, fp8", packed, plain),
         ("kv/fp8-single", "decode of one request, fp8", 1, 1),
     ):
         if not plan.wants(name):
@@ -92,7 +111,7 @@ def speed(model: LoadedModel, plan: Plan) -> Iterator[Measured]:
         def rate(batch: int, kv_cache: KvCacheDtype, number: int) -> float:
             vocabulary = model.network.config.vocab_size
             work = work_of(vocabulary, batch, tokens, plan.seed + number, PROMPT_TOKENS)
-            return engine_rate(model, work, kv_cache)
+            return rate_in_pool(model, work, kv_cache)
 
         pairs = in_turn(
             lambda number, batch=ours, rate=rate: rate(batch, FP8, number),
@@ -159,7 +178,8 @@ def rows(plan: Plan) -> Iterator[Measured]:
     model = load_model(ensure_model().directory, dtype=torch.bfloat16)
     if plan.wants("kv/fp8-tokens") or plan.wants("kv/fp8-requests"):
         yield from room(model)
-    yield from speed(model, plan)
+    if plan.wants("kv/fp8-best") or plan.wants("kv/fp8-single"):
+        yield from speed(model, plan)
     if any(map(plan.wants, ("kv/fp8-kl", "kv/fp8-agreement", "kv/fp8-perplexity"))):
         progress("kv/fp8-kl")
         yield from answers(model, plan)

@@ -10,25 +10,27 @@ the first token, within one engine process:
 * device: the same engine again
 * host: another engine, with an empty pool
 * nvme: another engine, and the daemon was killed and started meanwhile, so host memory is empty
-* restart: a process begins with nothing (imports, weights, pool, connection), and the daemon was
-  killed and started: from the start of that process to its first token of the prompt, all included;
-  beside it the same process without a daemon
+* restart: the daemon was killed and is started, and when it is READY a process begins with nothing
+  (imports, weights, pool, connection): from the start of the daemon to that process's first token
+  of the prompt, all included; beside it such a process that has no daemon and computes all
 
-`start/` is a process that begins and answers a prompt of a few tokens, without a daemon.
+`start/` is a process that begins and answers a prompt of a few tokens, without a daemon. Both sides
+have torch's own number of threads (OMP_NUM_THREADS).
 """
 
 from __future__ import annotations
 
 import json
 import random
+import select
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 import torch
 
@@ -47,13 +49,15 @@ from kvtier_engine.smollm2 import ensure_model
 
 PAGE_TOKENS, PREFIX_TOKENS, PROMPT_TOKENS = 64, 1984, 2008
 POOL_PAGES = 48
+FIRST_TOKEN_SECONDS_MAX = 600.0
+#: After it: the offloads that it waits for, and its end.
+END_SECONDS_MAX = 120.0
 TIERS = ("device", "host", "nvme")
 
 #: A process that answers one prompt; the arguments are a file with tokens and the daemon, or "".
 _CHILD = """
 import json, pathlib, resource, sys
 import torch
-torch.set_num_threads(1)
 from benchmarks.engine_prefix import answered, engine_on
 from kvtier_engine.model.load import load_model
 from kvtier_engine.smollm2 import ensure_model
@@ -66,6 +70,7 @@ def run(kv):
         print("first", flush=True)
         print(json.dumps({
             "cached": done.total,
+            "threads": torch.get_num_threads(),
             "pool": engine.pool.rows.nbytes,
             "weights": model.network.weights.nbytes,
             "resident": int(pathlib.Path("/proc/self/statm").read_text().split()[1])
@@ -82,10 +87,13 @@ else:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """`seconds` from the start of the process to its first token; sizes in bytes."""
+    """`seconds` from the start of the process, or of what `started` was told, to its first token;
+    sizes in bytes.
+    """
 
     seconds: float
     cached: int
+    threads: int
     pool: int
     weights: int
     resident: int
@@ -148,8 +156,7 @@ def a_round(model: LoadedModel, home: Path, prompt: list[int]) -> dict[str, floa
         with kvtier.connect(daemon.url, deadline=20) as kv, engine_on(model, kv) as engine:
             take("nvme", engine)
         daemon.kill()
-        daemon.start()
-        child = started(home, prompt, daemon.url)
+        child = restarted(daemon, home, prompt)
         if child.cached != prefix:
             raise RuntimeError(f"after the restart {child.cached} tokens were found")
         found["restart"] = child.seconds
@@ -157,20 +164,40 @@ def a_round(model: LoadedModel, home: Path, prompt: list[int]) -> dict[str, floa
     return found
 
 
-def started(home: Path, prompt: list[int], url: str) -> Child:
-    """A process of its own."""
+def restarted(daemon: DaemonProcess, home: Path, prompt: list[int]) -> Child:
+    """A daemon that was killed, and then a process of its own; the time is that of both."""
+    began = monotonic()
+    daemon.start()
+    return started(home, prompt, daemon.url, began=began)
+
+
+def started(home: Path, prompt: list[int], url: str, *, began: float | None = None) -> Child:
+    """A process of its own, timed from `began` (by default: from its start). Raises RuntimeError
+    for one that fails, hangs, or has another number of threads than this process.
+    """
     file = home / "prompt.json"
     file.write_text(json.dumps(prompt), encoding="utf-8")
-    began = time.monotonic()
+    began = monotonic() if began is None else began
     command = [sys.executable, "-c", _CHILD, str(file), url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        seconds = time.monotonic() - began
-        rest, _ = process.communicate()
-    if first.strip() != "first" or process.returncode:
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            heard, _, _ = select.select([process.stdout], [], [], FIRST_TOKEN_SECONDS_MAX)
+            seconds = monotonic() - began
+            if not heard:
+                raise RuntimeError(f"no first token in {FIRST_TOKEN_SECONDS_MAX:g} s")
+            out, _ = process.communicate(timeout=END_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"not ended {END_SECONDS_MAX:g} s after its first token") from None
+        finally:
+            process.kill()
+    first, _, rest = out.decode().partition("\n")
+    if first != "first" or process.returncode:
         raise RuntimeError(f"the process ended with {process.returncode}")
-    return Child(seconds=seconds, **json.loads(rest))
+    child = Child(seconds=seconds, **json.loads(rest))
+    if child.threads != torch.get_num_threads():
+        raise RuntimeError(f"{child.threads} threads there, {torch.get_num_threads()} here")
+    return child
 
 
 def from_tiers(model: LoadedModel, plan: Plan) -> Iterator[Measured]:
@@ -199,10 +226,10 @@ def from_tiers(model: LoadedModel, plan: Plan) -> Iterator[Measured]:
         )
     yield Row.of_pairs(
         "ttft/restart",
-        f"start of engine and daemon, to the first token of {tokens}",
+        f"start of the daemon, then of an engine, to the first token of {tokens}",
         [(one["restart"], one["fresh"]) for one in rounds],
         "s",
-        "the same process, computed",
+        "such an engine without a daemon, computed",
         note=note,
     )
 
@@ -231,7 +258,6 @@ def starts(model: LoadedModel, plan: Plan) -> Iterator[Measured]:
 
 
 def rows(plan: Plan) -> Iterator[Measured]:
-    torch.set_num_threads(1)
     kvtier.warm_up()
     model = load_model(ensure_model().directory, dtype=torch.bfloat16)
     if plan.wants_some("ttft"):

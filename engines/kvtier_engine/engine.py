@@ -4,9 +4,9 @@ Promise: every request that was taken ends, with a completion or with one error 
 goes wrong with one request ends that request alone. When nothing is to be done, every page is free
 or is named by the prefix tree, which `check_idle` counts.
 
-Threads: `submit`, `cancel` and `stats` from any. `step` and `check_idle` belong to one thread: the
-loop's after `start`, the caller's without it. The lock guards the inbox alone and is never held
-while anything is computed.
+Threads: `submit`, `cancel` and `stats` from any. `step`, `wait_for_loads` and `check_idle` belong
+to one thread: the loop's after `start`, the caller's without it. The lock guards the inbox alone
+and is never held while anything is computed.
 """
 
 from __future__ import annotations
@@ -145,7 +145,13 @@ class Engine:
         """Steps in this thread until no request is left (instead of `start`)."""
         while self.has_work:
             if not self.step():
-                self._stepper.wait_for_loads(_LOAD_WAIT_S)
+                self.wait_for_loads(_LOAD_WAIT_S)
+
+    def wait_for_loads(self, seconds: float) -> None:
+        """For who steps, after a step that had nothing to do: returns when a transfer has ended on
+        which a request may wait, or after that long; at once without requests.
+        """
+        self._stepper.wait_for_loads(seconds)
 
     def start(self) -> Engine:
         """Steps in a thread of its own from now on. Raises EngineClosed, EngineStarted."""
@@ -216,7 +222,7 @@ class Engine:
                     if self._is_closed:
                         return
                 if not self.step():
-                    self._stepper.wait_for_loads(_LOAD_WAIT_S)
+                    self.wait_for_loads(_LOAD_WAIT_S)
         finally:
             # Also after a defect: nobody may wait for an engine that has stopped.
             with self._wake:

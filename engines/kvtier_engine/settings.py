@@ -6,11 +6,9 @@ import dataclasses
 import enum
 from dataclasses import dataclass
 
-import torch
-
 from kvtier import Layout
-from kvtier.client.device import FP8_COMPUTE, fp8_layout
-from kvtier_engine.attention.choice import kernel_for
+from kvtier.client.device import FP8_COMPUTE, PageForm, fp8_layout
+from kvtier_engine.attention.choice import kernel_name
 from kvtier_engine.model.load import LoadedModel
 
 __all__ = ["EngineSettings", "Integrity", "KvCacheDtype", "layout_of"]
@@ -53,10 +51,12 @@ def layout_of(
 ) -> Layout:
     """What the pages of this model's KV are, for the pool and for kvtier.
 
-    Whatever changes a bit of them is named by the layout, so that only engines that compute the
-    same bits find each other's pages: weights, dtype, page and chunk size, attention's kernel, and
-    the form that attention reads. What is not named is the machine: torch's kernels for another
-    processor may round another way.
+    What an engine is told to do another way is named by the layout, so that engines that do not do
+    the same do not find each other's pages: weights, dtype, page and chunk size, type of device,
+    attention's kernel, and the form that attention reads. With the same processor, build of torch
+    and number of threads the pages are then the same to the bit. Those three are not named: torch
+    sums in another order with them, which changes last bits, most often in float32, and replicas
+    that differ in nothing else should find each other's pages.
     """
     network = model.network
     plain = Layout.from_hf(
@@ -68,8 +68,8 @@ def layout_of(
     )
     is_fp8 = kv_cache is KvCacheDtype.FP8_E4M3
     made = fp8_layout(plain) if is_fp8 else plain
-    kernel = kernel_for(network.device, torch.float8_e4m3fn if is_fp8 else network.dtype)
+    kernel = kernel_name(network.device, PageForm.of(made))
     # Of fp8 pages also the dtype of those who compute with them, and the rule of their scales.
     how = [f"{FP8_COMPUTE}, scales 2^n"] if is_fp8 else []
-    how += [plain.kv_compute, kernel.value, f"chunks of {chunk_pages * page_tokens}"]
+    how += [plain.kv_compute, kernel, f"chunks of {chunk_pages * page_tokens}"]
     return dataclasses.replace(made, kv_compute=", ".join(how))

@@ -14,6 +14,7 @@ its connections within two seconds.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Coroutine, Iterable, Sequence
 from types import TracebackType
@@ -83,6 +84,8 @@ class Connection:
     def __init__(self, connection: aio.AsyncConnection) -> None:
         self._async = connection
         self._runner = Runner()
+        self._pool_names = set[str]()
+        self._pool_names_lock = threading.Lock()
         self._finalizer = weakref.finalize(self, _shut_down, self._runner, connection)
 
     def __enter__(self) -> Connection:
@@ -144,6 +147,18 @@ class Connection:
         """Tells the daemon how full a device pool is; see AsyncConnection.report_pool."""
         within = self._within(deadline)
         self._run(self._async.report_pool(pool, is_gone=is_gone, deadline=within))
+
+    def claim_pool_name(self, name: str) -> bool:
+        """For who tells of a pool: False while another has the name. Give it back."""
+        with self._pool_names_lock:
+            is_free = name not in self._pool_names
+            self._pool_names.add(name)
+        return is_free
+
+    def give_back_pool_name(self, name: str) -> None:
+        """No error if nobody has it."""
+        with self._pool_names_lock:
+            self._pool_names.discard(name)
 
     def verify(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 
 import pytest
 
@@ -41,9 +43,18 @@ def test_the_bound_of_a_percentile_holds_what_was_seen() -> None:
     assert tag_step.later(pairs(60, 0.05, 0.05, seed=3), seed=1) == (found, low, high)
 
 
-def test_a_row_says_whether_the_mean_is_within_the_target() -> None:
+@pytest.mark.parametrize(("count", "t"), [(4, 3.182), (30, 2.045), (60, 2.042)])
+def test_the_bound_is_as_wide_as_so_few_pairs_allow(count: int, t: float) -> None:
+    some = pairs(count, 0.05, 0.1, seed=count)
+    mean, low, high = tag_step.longer(some)
+    spread = statistics.stdev(100 * (ours / theirs - 1) for ours, theirs in some)
+    assert high - mean == pytest.approx(t * spread / math.sqrt(count))
+    assert mean - low == pytest.approx(high - mean)
+
+
+def test_a_row_says_whether_the_upper_end_is_within_the_target() -> None:
     rows = [
         tag_step.bounded("tags/x", "x", (mean, mean - 1, mean + 1), 0.5, 30)
-        for mean in (0.4, 0.5, 0.6)
+        for mean in (-0.6, -0.5, -0.4, 0.4)
     ]
-    assert [row.reached for row in rows] == [Reached.YES, Reached.YES, Reached.NO]
+    assert [row.reached for row in rows] == [Reached.YES, Reached.YES, Reached.NO, Reached.NO]

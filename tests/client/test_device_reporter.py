@@ -9,7 +9,7 @@ import pytest
 
 import kvtier
 from kvtier.cli import main
-from kvtier.client.device import DevicePool, PoolReporter
+from kvtier.client.device import DevicePool, PoolNameTaken, PoolReporter
 
 
 def until(what, seconds=20.0):
@@ -94,3 +94,23 @@ def test_pools_without_a_name_do_not_hide_each_other(engine, layout):
         until(lambda: len(engine.status().pools) == 2)
         told = {one.pool.name: one.pool.pages for one in engine.status().pools}
     assert told == {pools[0].name: 3, pools[1].name: 5}
+
+
+def test_a_name_that_another_pool_has_is_refused(process, engine, layout):
+    pools = [DevicePool(layout, pages, name="mine") for pages in (3, 5)]
+    engine.namespace(layout)
+    with PoolReporter(engine, pools[0]) as first:
+        for pool in pools:  # also the same one: the first that closes would take it back
+            with pytest.raises(PoolNameTaken, match="'mine'"):
+                PoolReporter(engine, pool)
+        # Another connection is another engine.
+        with kvtier.connect(process.url, deadline=20) as other:
+            other.namespace(layout)
+            with PoolReporter(other, pools[1]):
+                until(lambda: len(engine.status().pools) == 2)
+        first.close()
+        with PoolReporter(engine, pools[1]) as second:
+            first.close()  # a second time: the name is another's by now
+            with pytest.raises(PoolNameTaken):
+                PoolReporter(engine, pools[0])
+            assert second.report().pages == 5

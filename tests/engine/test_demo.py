@@ -24,7 +24,7 @@ from tests.engine.tiny_gguf import gguf_of, tiny_model
 JOB = Job(url="unix:///nowhere", daemon_pid=0, model_dir="missing", tokens=4)
 
 #: How many there are.
-CLAIMS = 11
+CLAIMS = 10
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,6 @@ def test_only_the_damaged_page_is_lost(outcome: dict, process: str, tier: str) -
         ("went_on.host.cached.nvme", 64, "from host memory"),
         ("went_on.host.tokens_same", 3, "bit for bit"),
         ("went_on.host.numbers_same_bits", False, "bit for bit"),
-        ("went_on.host.first_token_seconds", 1e9, "sooner"),
         ("went_on.damaged.loads.corrupt", 0, "flipped in memory"),
         ("went_on.damaged.numbers_same_bits", False, "flipped in memory"),
         ("went_on.damaged.host_after_storing_it_again", 0, "stored again"),
@@ -113,6 +112,17 @@ def test_a_claim_that_does_not_hold_is_said(
     text = report.as_text(results, found, 1.0)
     assert f"{CLAIMS - 1} of {CLAIMS} claims hold" in text
     assert text.count("FAIL") == 1
+
+
+def test_a_slow_run_is_shown_and_fails_no_claim(sample: dict) -> None:
+    """One time against one: noise alone may turn it round."""
+    for turn in ("device", "host", "damaged"):
+        part = sample["begun" if turn == "device" else "went_on"][turn]
+        part["first_token_seconds"] = 1234.0
+    results = results_of(sample)
+    found = report.claims(results)
+    assert all(claim.holds for claim in found)
+    assert report.as_text(results, found, 1.0).count("1234.00 s") == 3
 
 
 def test_the_report_is_readable(sample: dict) -> None:

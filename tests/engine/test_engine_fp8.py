@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -194,11 +195,36 @@ def test_answers_are_those_of_plain_pages_within_a_bound(
                 break
 
 
-def test_a_batch_under_pressure_is_served(models: dict[torch.dtype, LoadedModel]) -> None:
-    """Preemption, eviction and shared prefixes go on as with plain pages; no page is lost."""
-    engine = engine_of(models[torch.float32], pages=15, kv_cache=FP8)
-    done = answers(engine, [*REQUESTS, *REQUESTS])
+@pytest.mark.parametrize("cache", [FP8, PLAIN], ids=["fp8", "plain"])
+def test_a_batch_under_pressure_gives_what_each_gets_alone(
+    models: dict[torch.dtype, LoadedModel], cache: KvCacheDtype
+) -> None:
+    """Preemption, eviction and shared prefixes change neither a prompt's first token, with its
+    logprobs, nor a byte of its pages. Later tokens depend on who else was in their batch.
+    """
+    alone = engine_of(models[torch.float32], kv_cache=cache)
+    expected = one_by_one(alone)
+    pages = dict(zip(PROMPTS, prompt_bytes(alone), strict=True))
+    engine = engine_of(models[torch.float32], pages=15, kv_cache=cache)
+    are_same: list[bool] = []
+
+    def compare(prompt: tuple[int, ...], event: object) -> None:
+        """At every token: what the pool holds of this prompt just then."""
+        found = engine.inside.cached_pages(prompt)
+        pairs = zip(engine.pool.rows[list(found)], pages[prompt], strict=False)
+        are_same.extend(torch.equal(here, there) for here, there in pairs)
+
+    handles = [
+        engine.submit(request, sink=partial(compare, request.prompt))
+        for request in [*REQUESTS, *REQUESTS]
+    ]
+    engine.run_until_idle()
+    engine.check_idle()
+    done = [handle.result(0) for handle in handles]
     assert [len(one.tokens) for one in done] == [10] * (2 * len(REQUESTS))
+    assert [one.logprobs[0] for one in done] == [one.logprobs[0] for one in expected * 2]
+    assert all(are_same), f"{are_same.count(False)} of {len(are_same)} pages"
+    assert len(are_same) > sum(map(len, pages.values())), "pages were hardly looked at"
     assert engine.stats()["evicted_pages"] + engine.stats().get("preemptions", 0) > 0
 
 

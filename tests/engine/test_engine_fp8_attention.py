@@ -115,13 +115,25 @@ def test_scales_are_powers_of_two_and_the_least() -> None:
     assert bool(odd.isnan().all())
 
 
-def test_code_times_scale_is_exact_in_bfloat16() -> None:
-    """Every code that is a number, with every scale that a greatest number can have there."""
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    codes = codes[codes.float().isfinite()].float()
-    for exponent in (-100, -20, -8, 0, 7, 8, 100):
-        exact = codes.double() * 2.0**exponent
-        assert torch.equal(exact.to(torch.bfloat16).double(), exact)
+@pytest.mark.parametrize("exponent", [-100, -20, -8, 0, 7, 8, 100])
+def test_code_times_scale_is_exact_in_bfloat16(exponent: int) -> None:
+    """Every code that is a number is read as exactly itself times the scale that kvtier gives a
+    page whose greatest number it is, by both ways out of a page.
+    """
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes.view(torch.float8_e4m3fn).float().isfinite()]
+    scale = power_of_two_scales(torch.tensor([448.0 * 2.0**exponent]))
+    assert scale.item() == 2.0**exponent
+    pool = fp8_pool(len(codes), 1, 1)
+    pool.kv[7].view(torch.uint8).copy_(codes.expand(pool.kv[7].shape))
+    for layer in range(LAYERS):
+        pool.scales(layer)[7] = scale
+    exact = codes.view(torch.float8_e4m3fn).double() * 2.0**exponent
+    pages = Fp8Pages(pool, torch.bfloat16).prepare(decode_batch(7, 0))
+    for layer in range(LAYERS):
+        for part in (0, 1):
+            got = pages.gathered(layer, part).double()
+            assert torch.equal(got, exact.view(1, 1, 1, -1))
 
 
 @pytest.mark.parametrize("sizes", [1.0, 2e5, 1e-30], ids=["usual", "great", "tiny"])

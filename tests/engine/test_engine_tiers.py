@@ -253,13 +253,13 @@ def test_waiting_ends_with_a_copy(model: LoadedModel, daemon: DaemonProcess) -> 
         engine.step()
         assert engine.pool.occupancy.draining > 0
         waiting = engine.submit(REQUESTS[0])
-        engine._stepper.take(engine._inbox.popleft())
+        engine.step()  # takes it
         started = time.monotonic()
-        engine._stepper.wait_for_loads(0.1)
+        engine.wait_for_loads(0.1)
         assert time.monotonic() - started >= 0.1, "it does not wait"
         timer = threading.Timer(0.05, stream.let_go)
         timer.start()
-        engine._stepper.wait_for_loads(1000.0)
+        engine.wait_for_loads(1000.0)
         timer.join()
         assert time.monotonic() - started < 500
         engine.run_until_idle()

@@ -10,6 +10,7 @@ Loads and offloads run in the threads of PageTransfer; methods are called by the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -46,7 +47,8 @@ _AWAY_PUT: Final = frozenset({PutCode.UNAVAILABLE, PutCode.TIMEOUT})
 
 class KvtierTiers:
     """One namespace of one pool's layout. Owns neither connection nor pool; close it. Copies run on
-    `stream`, by default one of the pool's device.
+    `stream`, by default one of the pool's device. Raises PoolNameTaken for a pool whose name
+    another has on this connection.
     """
 
     def __init__(
@@ -63,8 +65,11 @@ class KvtierTiers:
         self._transfer = PageTransfer(
             pool, self._namespace, deadline=deadline_seconds, stream=stream
         )
-        # So that the daemon's status shows the device tier beside its own.
-        self._reporter = PoolReporter(connection, pool, fingerprint=self._namespace.fingerprint)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._transfer.close)
+            # So that the daemon's status shows the device tier beside its own.
+            self._reporter = PoolReporter(connection, pool, fingerprint=self._namespace.fingerprint)
+            undo.pop_all()
         self._retry_seconds = retry_seconds
         self._ask_again = 0.0
         self._loads: list[LayeredLoad] = []
@@ -105,7 +110,9 @@ class KvtierTiers:
         if result is None:
             return None
         self._loads.remove(transfer)
-        if not transfer.is_done:
+        # Also one that is done by now: it was not when its outcome was asked for, perhaps, and its
+        # copies may have failed since. `poll` notes that; what is raised here is noted once, here.
+        if not isinstance(result, Exception) or not transfer.is_done:
             self._ending.append(transfer)
         if isinstance(result, Exception):
             self._note(result)

@@ -18,7 +18,12 @@ from kvtier.client.device import _needs_torch as _needs_torch  # isort: split
 
 from kvtier.client.device.account import Occupancy
 from kvtier.client.device.arrivals import LayeredLoad
-from kvtier.client.device.errors import PageNotHeld, PoolExhausted, PoolInconsistent
+from kvtier.client.device.errors import (
+    PageNotHeld,
+    PoolExhausted,
+    PoolInconsistent,
+    PoolNameTaken,
+)
 from kvtier.client.device.form import FP8_COMPUTE, PageForm, fp8_layout
 from kvtier.client.device.outcomes import LoadResult, OffloadResult, Transfer
 from kvtier.client.device.pool import NO_TAG, DevicePool
@@ -42,6 +47,7 @@ __all__ = [
     "PageTransfer",
     "PoolExhausted",
     "PoolInconsistent",
+    "PoolNameTaken",
     "PoolReporter",
     "TagTracker",
     "Tracker",

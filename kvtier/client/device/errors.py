@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.errors import IntegrityError, InvalidInput, ResourceError
 
-__all__ = ["PageNotHeld", "PoolExhausted", "PoolInconsistent"]
+__all__ = ["PageNotHeld", "PoolExhausted", "PoolInconsistent", "PoolNameTaken"]
 
 
 class PoolExhausted(ResourceError):
@@ -17,3 +17,7 @@ class PageNotHeld(InvalidInput):
 
 class PoolInconsistent(IntegrityError):
     """The accounts of a pool do not add up: a defect, found by `check`."""
+
+
+class PoolNameTaken(InvalidInput):
+    """Another pool of this name is told of over the same connection: they would hide each other."""

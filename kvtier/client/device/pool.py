@@ -56,7 +56,8 @@ class DevicePool:
     LayoutError, see PageForm.of.
 
     `name` is what status and metrics call it; without one it is kv-1, kv-2 and so on in this
-    process. A name of your own has to differ from those of other pools on the connection.
+    process. A name of your own has to differ from those of other pools on the connection, else
+    PoolReporter refuses it.
     """
 
     def __init__(

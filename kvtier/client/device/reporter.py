@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final
 
+from kvtier.client.device.errors import PoolNameTaken
 from kvtier.client.device.pool import DevicePool
 from kvtier.client.sync import Connection
 from kvtier.errors import ClientClosed, KvtierError, NotImplementedYet
@@ -28,7 +29,8 @@ _DEADLINE_S: Final = 0.5
 
 class PoolReporter:
     """Tells of `pool` under its name until closed, over a connection that has a namespace open.
-    `fingerprint` is that of the namespace. `every` in seconds, not below 1.
+    `fingerprint` is that of the namespace. `every` in seconds, not below 1. Raises PoolNameTaken
+    while another reporter tells of a pool of that name over this connection.
     """
 
     def __init__(
@@ -39,11 +41,17 @@ class PoolReporter:
         fingerprint: bytes = b"",
         every: float = _EVERY_S,
     ) -> None:
+        if not connection.claim_pool_name(pool.name):
+            raise PoolNameTaken(
+                f"a pool named {pool.name!r} is told of over this connection already",
+                remedy="give the pools names that differ, or none; close its reporter first",
+            )
         self._connection = connection
         self._pool = pool
         self._fingerprint = fingerprint
         self._every_s = max(_EVERY_S, every)
         self._ended = threading.Event()
+        self._is_closed = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._tell, name="kvtier-pool", daemon=True)
         self._thread.start()
@@ -62,8 +70,10 @@ class PoolReporter:
     def close(self) -> None:
         """Takes the pool back, if the daemon answers soon. Closing twice is no error."""
         self._ended.set()
-        if self._pid == os.getpid():
+        if self._pid == os.getpid() and not self._is_closed:
             self._thread.join()
+            self._is_closed = True
+            self._connection.give_back_pool_name(self._pool.name)
 
     def report(self) -> PoolReport:
         """What is told now."""

@@ -1,0 +1,85 @@
+"""What the engine's benchmarks count is what was decoded, by all their requests, in their pools."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from benchmarks import engine_decode, engine_kv
+from benchmarks.plan import Plan
+from benchmarks.rows import Row
+from kvtier.client.device import DevicePool
+from kvtier_engine.model.load import LoadedModel
+from kvtier_engine.settings import layout_of
+from tests.engine.engine_rig import tiny_model
+
+BATCHES = [(1, 33, 32), (8, 33, 32), (32, 17, 32), (16, 17, 96)]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny_model(torch.bfloat16)
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second from one look at the clock to the next: a rate is a count of tokens."""
+    seconds = itertools.count()
+    monkeypatch.setattr(engine_decode, "perf_counter", lambda: float(next(seconds)))
+
+
+def pool_for(model: LoadedModel, pages: int) -> DevicePool:
+    return DevicePool(layout_of(model, page_tokens=engine_decode.PAGE_TOKENS), pages)
+
+
+@pytest.mark.parametrize(("batch", "tokens", "prompt_tokens"), BATCHES)
+def test_the_rate_counts_what_is_decoded_while_the_clock_runs(
+    model: LoadedModel, ticks: None, batch: int, tokens: int, prompt_tokens: int
+) -> None:
+    work = engine_decode.work_of(260, batch, tokens, 1, prompt_tokens)
+    assert engine_decode.engine_rate(model, work) == batch * (tokens - 1) == work.timed_tokens
+
+
+def test_every_request_is_there_for_every_step(model: LoadedModel) -> None:
+    """By the length of each request, not by a counter."""
+    work = engine_decode.work_of(260, 8, 5, 1, 96)
+    engine = engine_decode.all_decoding(model, pool_for(model, work.pages), work)
+    before = [len(one.tokens) for one in engine.inside.sequences]
+    assert len(before) == 8
+    assert max(before) > min(before), "prefill and decode do not take turns any more"
+    for _ in range(work.steps):
+        engine.step()
+    after = [len(one.tokens) for one in engine.inside.sequences]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [work.steps] * 8
+    assert max(after) <= work.request_tokens
+    engine.close()
+
+
+def test_a_request_that_ends_or_has_no_pages_is_no_throughput(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = engine_decode.work_of(260, 8, 17, 1, 96)
+    with pytest.raises(RuntimeError, match="decode"):
+        engine_decode.engine_rate(model, work, pool_for(model, work.pages * 2 // 3))
+    monkeypatch.setattr(engine_decode.Work, "engine_tokens", 17)
+    with pytest.raises(RuntimeError, match="of 8 requests decode"):
+        engine_decode.engine_rate(model, work)
+
+
+def test_throughput_of_fp8_pages_is_that_of_what_fits_into_the_same_bytes(
+    model: LoadedModel, ticks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = pool_for(model, 1).form.nbytes
+    monkeypatch.setattr(engine_kv, "POOL_BYTES", 35 * page)
+    best, single = engine_kv.speed(model, Plan(rounds_given=1))
+    assert isinstance(best, Row)
+    assert isinstance(single, Row)
+    # Five pages a request; an fp8 page is half a page and its scales.
+    assert (best.value, best.reference_value) == (13 * 16, 7 * 16)
+    assert (best.what, best.reference) == ("decode of 13 requests, fp8", "bfloat16, 7 at once")
+    assert (single.value, single.reference_value) == (16, 16)
+    monkeypatch.setattr(engine_kv, "REQUEST_TOKENS", 150)
+    with pytest.raises(RuntimeError, match="comes to"):
+        list(engine_kv.speed(model, Plan(rounds_given=1)))
