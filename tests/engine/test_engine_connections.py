@@ -18,6 +18,7 @@ from starlette.routing import Route
 from kvtier_engine.server.app import application
 from kvtier_engine.server.http import Refused, Stream
 from kvtier_engine.server.limits import Limits
+from kvtier_engine.server.listener import bound
 from kvtier_engine.server.listening import listening
 from tests.engine.engine_rig import engine_of, tiny_model
 from tests.engine.server_rig import Served, post_of, serve, to_the_end, until
@@ -86,7 +87,7 @@ def test_a_stream_of_a_client_that_closed_at_once_is_ended() -> None:
             made.append("made")
             return Stream(events(), ended.set)
 
-        async with listening(routed(handler), Limits(), "127.0.0.1", 0) as address:
+        async with listening(routed(handler), Limits(), bound("127.0.0.1", 0)) as [address]:
             with socket.create_connection(address) as raw:  # the loop sees it when it is closed
                 raw.sendall(HEALTH)
             await asyncio.wait_for(ended.wait(), 20)
@@ -237,7 +238,7 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
             return Stream(forever(), ended.set)
 
         limits = Limits(write_seconds_max=0.3, linger_seconds_max=0.3)
-        async with listening(routed(handler), limits, "127.0.0.1", 0) as address:
+        async with listening(routed(handler), limits, bound("127.0.0.1", 0)) as [address]:
             with socket.create_connection(address) as raw:
                 raw.sendall(HEALTH)
                 await asyncio.wait_for(ended.wait(), 40)
@@ -261,7 +262,7 @@ def test_a_defect_is_500_without_details_and_logged(
         raise ZeroDivisionError("secret")
 
     async def main() -> None:
-        async with listening(routed(handler), Limits(), "127.0.0.1", 0) as address:
+        async with listening(routed(handler), Limits(), bound("127.0.0.1", 0)) as [address]:
             reader, writer = await asyncio.open_connection(*address)
             writer.write(LAST)
             said.append(await reader.read())

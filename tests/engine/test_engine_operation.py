@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from kvtier_engine.engine import Engine
-from kvtier_engine.server.run import close_engine
 from tests.engine.engine_rig import engine_of, greedy, prompt_of, tiny_model
 from tests.engine.server_rig import post_of, serve, to_the_end, until
 
@@ -197,5 +196,5 @@ def test_those_who_do_not_take_their_answer_are_dropped_at_the_end() -> None:
 def test_an_engine_that_hangs_is_left_alone() -> None:
     engine = engine_of(tiny_model()).start()
     with held(engine):
-        assert not close_engine(engine, 0.1)
-    assert close_engine(engine, 40.0)
+        assert not engine.close(0.1)
+    assert engine.close(40.0)

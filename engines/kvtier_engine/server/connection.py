@@ -18,12 +18,34 @@ import sys
 from typing import cast
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from kvtier_engine.server.errors import UvicornUnsuitable
 from kvtier_engine.server.http import Refused
 from kvtier_engine.server.limits import Limits
 
 __all__ = ["Connection", "connection_of"]
+
+
+#: Of a client: its request has come. The last is one that would have another protocol.
+_WHOLE = (h11.DONE, h11.MUST_CLOSE, h11.MIGHT_SWITCH_PROTOCOL)
+#: What is called or replaced here and is no public part of uvicorn.
+_NEEDED = (
+    "_should_upgrade",
+    "_unset_keepalive_if_required",
+    "connection_lost",
+    "connection_made",
+    "data_received",
+    "eof_received",
+    "handle_events",
+    "on_response_complete",
+    "pause_writing",
+    "resume_writing",
+    "send_400_response",
+    "shutdown",
+    "timeout_keep_alive_handler",
+)
 
 
 class Connection(H11Protocol):
@@ -94,7 +116,7 @@ class Connection(H11Protocol):
     @property
     def _is_answering(self) -> bool:
         """A whole request has come, and its answer has not ended."""
-        is_whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        is_whole = self.conn.their_state in _WHOLE
         return is_whole and self._open_cycle is not None
 
     @property
@@ -115,6 +137,9 @@ class Connection(H11Protocol):
             early = bytes(self._early)
             self._early.clear()
             self._feed(early)
+
+    def _should_upgrade(self) -> bool:
+        return False  # a client that offers another protocol is answered in this one
 
     def send_400_response(self, msg: str) -> None:
         # Called where h11's error is handled, which knows more: 431 for a head that is too long,
@@ -160,6 +185,14 @@ class Connection(H11Protocol):
             if cycle.response_started:
                 self.transport.abort()
                 return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._write_whole(refused)
+        # Else its answer has been sent before: there is nothing more to say.
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._end_in(self.limits.linger_seconds_max)
+
+    def _write_whole(self, refused: Refused) -> None:
         body = json.dumps(refused.content).encode()
         headers = {"content-type": "application/json", "content-length": str(len(body))}
         reason = http.HTTPStatus(refused.status).phrase.encode()
@@ -170,9 +203,6 @@ class Connection(H11Protocol):
         )
         for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.write_eof()
-        self.flow.resume_reading()
-        self._end_in(self.limits.linger_seconds_max)
 
     def _end_in(self, seconds: float) -> None:
         """By then it is closed, whatever the client does."""
@@ -181,5 +211,10 @@ class Connection(H11Protocol):
 
 
 def connection_of(limits: Limits) -> type[Connection]:
-    """uvicorn makes connections of a class: this one has its limits."""
+    """uvicorn makes connections of a class: this one has its limits. Raises UvicornUnsuitable."""
+    if missing := [name for name in _NEEDED if not callable(getattr(H11Protocol, name, None))]:
+        raise UvicornUnsuitable(
+            f"uvicorn {uvicorn.__version__} is built another way: no {', '.join(missing)}",
+            remedy="pip install 'kvtier[engine]', which takes one that is known",
+        )
     return type("Connection", (Connection,), {"limits": limits})
