@@ -179,6 +179,58 @@ def test_bodies_of_all_connections_together_are_bounded() -> None:
         until(lambda to=served: to.post("/v1/completions", prompt="a" * 100)[0] == 200)
 
 
+#: An answer that does not wait for the body, and then what is no body.
+EARLY = {
+    "chunks": (b"POST /nope HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n", b"zz\r\n"),
+    "method": (
+        b"PUT /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"\x00\x01\r\n",
+    ),
+    "next": (
+        b"POST /nope HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n12345",
+        b"67890\x00\x01garbage\r\n\r\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_bad_bytes_after_an_early_answer_end_the_connection_quietly(
+    served: Served, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = EARLY[name]
+    with served.connect() as raw:
+        raw.sendall(first)
+        said = b""
+        while not said.endswith(b"}}"):
+            said += raw.recv(1 << 16)
+        raw.sendall(second)
+        said += to_the_end(raw)
+    # After the whole body it is a request of its own, which is answered.
+    assert said.count(b"HTTP/1.1 ") == (2 if name == "next" else 1)
+    assert said.startswith(b"HTTP/1.1 40")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert served.call("GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_an_offer_of_another_protocol_changes_nothing(
+    served: Served, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer = b"host: x\r\nconnection: upgrade, http2-settings\r\nupgrade: "
+    for kind in (b"h2c", b"websocket"):
+        said = served.said_to(HEALTH.replace(b"host: x", offer + kind) + LAST)
+        assert said.count(b"HTTP/1.1 200 ") == 2
+    with served.connect() as raw:
+        ask = post_of("/v1/completions", **LONG, stream=stream)
+        raw.sendall(ask.replace(b"host: x", offer + b"h2c"))
+        until(lambda: served.engine.stats()["requests_running"] == 1)
+        raw.sendall(b"G")
+        time.sleep(0.05)
+    until(lambda: not served.engine.has_work)
+    until(lambda: counted(served, "requests_cancelled") == 1)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_connections_are_bounded() -> None:
     for served in serve(engine_of(tiny_model()), connections_max=2, linger_seconds_max=0.2):
         with served.connect() as one, served.connect() as two:

@@ -52,7 +52,17 @@ def test_over_the_bound_it_is_429_with_retry_after() -> None:
         assert served.post("/v1/completions", prompt="abc")[0] == 200
 
 
-@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 4096, reason="few descriptors")
+@pytest.fixture
+def descriptors() -> Iterator[None]:
+    """Enough for both ends of a thousand connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096, reason="few descriptors")
+@pytest.mark.usefixtures("descriptors")
 def test_a_thousand_clients_at_once_are_all_answered() -> None:
     ask = post_of("/v1/completions", prompt="abc", max_tokens=2, ignore_eos=True)
     ask = ask.replace(b"host: x", b"host: x\r\nconnection: close")

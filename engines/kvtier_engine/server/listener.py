@@ -20,12 +20,16 @@ from pathlib import Path
 from kvtier_engine.server.errors import AddressUnusable, DescriptorsFew
 from kvtier_engine.server.limits import Limits
 
-__all__ = ["BACKLOG", "bound", "url_of", "within_descriptors"]
+__all__ = ["ACCEPTED_MAX", "BACKLOG", "bound", "url_of", "within_descriptors"]
 
 log = logging.getLogger(__name__)
 
-#: Connections that wait to be accepted; the event loop accepts as many in one go.
-BACKLOG = 64
+#: Connections that wait to be accepted.
+BACKLOG = 1024
+#: So many of them the event loop accepts in one turn.
+ACCEPTED_MAX = 16
+#: Turns from the one in which a connection is accepted to the one in which it is dropped.
+_TURNS = 8
 #: For what is opened later: daemon, threads, files of the tokenizer.
 _RESERVE = 32
 _CONNECTIONS_MIN = 4
@@ -66,11 +70,7 @@ def _bound(places: Sequence[tuple[int, tuple[object, ...]]], port: int) -> list[
         made: list[socket.socket] = []
         for family, (address, *_) in places:
             try:
-                one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                one.bind((address, port))
+                one = stack.enter_context(_one(family, address, port))
             except OSError as error:
                 if error.errno not in _NOT_HERE:
                     raise
@@ -82,6 +82,17 @@ def _bound(places: Sequence[tuple[int, tuple[object, ...]]], port: int) -> list[
             raise absent
         stack.pop_all()
     return made
+
+
+def _one(family: int, address: object, port: int) -> socket.socket:
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.bind((address, port))
+        stack.pop_all()
+    return one
 
 
 def _unusable(host: str, port: int, error: OSError) -> AddressUnusable:
@@ -110,9 +121,9 @@ def within_descriptors(limits: Limits) -> Limits:
     """The limits, with as many connections as there are descriptors for: the soft limit of the
     process is raised as far as it is needed and may be. Raises DescriptorsFew.
     """
-    # Up to twice as many connections are open (limits.connections_max), then what is accepted in
-    # one go before it is dropped.
-    others = len(list(Path("/proc/self/fd").iterdir())) + BACKLOG + _RESERVE
+    # Up to twice as many connections are open (limits.connections_max); more are dropped, some
+    # turns of the loop after they were accepted.
+    others = len(list(Path("/proc/self/fd").iterdir())) + _TURNS * ACCEPTED_MAX + _RESERVE
     needed = 2 * limits.connections_max + others
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:

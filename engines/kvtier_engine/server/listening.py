@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from kvtier_engine.server.connection import connection_of
 from kvtier_engine.server.errors import AddressUnusable, ServerEnded
 from kvtier_engine.server.limits import Limits
-from kvtier_engine.server.listener import BACKLOG
+from kvtier_engine.server.listener import ACCEPTED_MAX, BACKLOG
 
 __all__ = ["listening"]
 
@@ -30,6 +30,13 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio has one number for how many may wait and how many it accepts in one turn: it was
+        # given the second.
+        for one in sockets or ():
+            one.listen(BACKLOG)
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +67,7 @@ async def listening(
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            backlog=BACKLOG,
+            backlog=ACCEPTED_MAX,
             h11_max_incomplete_event_size=limits.head_bytes_max,
         )
         server = _Server(config)
