@@ -28,8 +28,9 @@ from kvtier_engine.server.limits import Limits
 __all__ = ["Connection", "connection_of"]
 
 
-#: Of a client: its request has come. The last is one that would have another protocol.
-_WHOLE = (h11.DONE, h11.MUST_CLOSE, h11.MIGHT_SWITCH_PROTOCOL)
+#: Of a client whose request has not come, or not all of it. h11 has three others: of one that is
+#: whole, that is the last, and that offers another protocol.
+_NOT_WHOLE = (h11.IDLE, h11.SEND_BODY, h11.CLOSED, h11.ERROR)
 #: What is called or replaced here and is no public part of uvicorn.
 _NEEDED = (
     "_should_upgrade",
@@ -116,7 +117,7 @@ class Connection(H11Protocol):
     @property
     def _is_answering(self) -> bool:
         """A whole request has come, and its answer has not ended."""
-        is_whole = self.conn.their_state in _WHOLE
+        is_whole = self.conn.their_state not in _NOT_WHOLE
         return is_whole and self._open_cycle is not None
 
     @property
