@@ -73,6 +73,46 @@ def test_so_does_one_that_sent_something_before(served: Served, stream: bool) ->
     until(lambda: counted(served, "requests_cancelled") == 1)
 
 
+def test_a_client_that_is_done_with_sending_gets_its_answers(served: Served) -> None:
+    ask = post_of("/v1/completions", prompt="abc", max_tokens=30, ignore_eos=True)
+    for asks in (ask, ask + HEALTH + ask, HEALTH):
+        with served.connect() as raw:
+            raw.sendall(asks)
+            raw.shutdown(socket.SHUT_WR)
+            said = to_the_end(raw)
+        signs = said.count(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert said.count(b"HTTP/1.1 ") - signs == asks.count(b"HTTP/1.1")
+        assert said.count(b"HTTP/1.1 200 ") == asks.count(b"HTTP/1.1")
+
+
+def test_one_that_is_done_after_bad_bytes_is_refused_quietly(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask = post_of("/v1/completions", prompt="abc", max_tokens=30, ignore_eos=True)
+    bad = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"
+    with served.connect() as raw:
+        raw.sendall(ask + bad)
+        raw.shutdown(socket.SHUT_WR)
+        begun = time.monotonic()
+        said = to_the_end(raw)
+    assert (said.count(b"HTTP/1.1 200 "), said.count(b"HTTP/1.1 400 ")) == (1, 1)
+    assert served.call("GET", "/health")[0] == 200
+    until(lambda: time.monotonic() > begun + 0.6)  # as long as signs would be sent
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_one_that_goes_after_its_first_answer_ends_the_second(served: Served) -> None:
+    """It had sent both, and was done with sending."""
+    with served.connect() as raw:
+        raw.sendall(post_of("/v1/completions", **LONG | {"max_tokens": 3}))
+        raw.sendall(post_of("/v1/completions", **LONG))
+        raw.shutdown(socket.SHUT_WR)
+        until(lambda: served.engine.stats().get("requests") == 2)
+    until(lambda: not served.engine.has_work)
+    until(lambda: counted(served, "requests_cancelled") == 1)
+    assert counted(served, "requests_done") == 1
+
+
 def test_a_stream_of_a_client_that_closed_at_once_is_ended() -> None:
     """The handler's answer and the end of the connection are there in one turn of the loop."""
     made: list[str] = []

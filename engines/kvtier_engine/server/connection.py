@@ -31,6 +31,8 @@ __all__ = ["Connection", "connection_of"]
 #: Of a client whose request has not come, or not all of it. h11 has three others: of one that is
 #: whole, that is the last, and that offers another protocol.
 _NOT_WHOLE = (h11.IDLE, h11.SEND_BODY, h11.CLOSED, h11.ERROR)
+#: From one sign to a client that has closed for writing to the next.
+_PROBE_SECONDS = 0.25
 #: What is called or replaced here and is no public part of uvicorn.
 _NEEDED = (
     "_should_upgrade",
@@ -60,6 +62,8 @@ class Connection(H11Protocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._end_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
         self._early = bytearray()
         self._is_refused = False
         self._dropped = 0
@@ -76,7 +80,8 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        for timer in (self._head_timer, self._write_timer, self._end_timer):
+        timers = (self._head_timer, self._write_timer, self._end_timer, self._probe_timer)
+        for timer in timers:
             if timer is not None:
                 timer.cancel()
 
@@ -93,6 +98,30 @@ class Connection(H11Protocol):
                 self._refuse(Refused(400, "sent_ahead", message))
         else:
             self._feed(data)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """A client that is done with sending may be gone, or wait for its answer: the same to see.
+        A sign that an answer is on its way, which HTTP/1.1 lets be sent any number of times, comes
+        back as a reset from one that is gone, and the next write ends the connection.
+        """
+        cycle = self._open_cycle
+        if cycle is None or not self._is_answering or self._is_refused:
+            return None
+        if not self._is_half_closed:
+            if cycle.response_started or cycle.scope["http_version"] != "1.1":
+                return None
+            self._is_half_closed = True
+            self._probe()
+        return True
+
+    def _probe(self) -> None:
+        cycle = self._open_cycle
+        if cycle is None:
+            return
+        if not cycle.response_started:
+            sign = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(sign) or b"")
+        self._probe_timer = self.loop.call_later(_PROBE_SECONDS, self._probe)
 
     def _feed(self, data: bytes) -> None:
         super().data_received(data)
@@ -138,6 +167,8 @@ class Connection(H11Protocol):
             early = bytes(self._early)
             self._early.clear()
             self._feed(early)
+        if self._is_half_closed and self._open_cycle is None:
+            self.transport.close()  # nothing more can come
 
     def _should_upgrade(self) -> bool:
         return False  # a client that offers another protocol is answered in this one
@@ -189,6 +220,9 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._write_whole(refused)
         # Else its answer has been sent before: there is nothing more to say.
+        if self._is_half_closed:  # and nothing comes that would have to be read
+            self.transport.close()
+            return
         self.transport.write_eof()
         self.flow.resume_reading()
         self._end_in(self.limits.linger_seconds_max)
