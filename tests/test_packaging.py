@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -82,6 +83,15 @@ def loaded_by(statement: str) -> set[str]:
         [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
     )
     return set(done.stdout.split())
+
+
+def test_what_has_its_private_parts_used_is_bounded_above(repo: Path) -> None:
+    """The server is built on uvicorn's connection, and reads the states of h11."""
+    project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["engine"]
+    for name in ("h11", "starlette", "uvicorn"):
+        (asked,) = (one for one in extra if one.startswith(name))
+        assert re.fullmatch(rf"{name}>=[\d.]+,<[\d.]+", asked)
 
 
 def test_importing_kvtier_loads_no_framework_and_no_wire() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from kvtier_engine.engine import Engine
 from kvtier_engine.server.app import App, serving
 from kvtier_engine.server.limits import Limits
+from kvtier_engine.server.listener import bound
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def serve(engine: Engine, **limits: object) -> Iterator[Served]:
 
     async def main() -> None:
         app = App(engine, limits=Limits(**limits))
-        async with serving(app, "127.0.0.1", 0) as (_, port):
+        async with serving(app, bound("127.0.0.1", 0)) as [(_, port)]:
             ready.append(port)
             started.set()
             await asyncio.to_thread(ended.wait)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier_engine.server.bodies import Bodies
+from kvtier_engine.server.bodies import _COMMON, _FIXED, _IGNORED, Bodies
 from kvtier_engine.server.errors import ArgumentInvalid
 from tests.engine.engine_rig import engine_of, tiny_model
 from tests.engine.server_rig import Served, serve
@@ -33,7 +33,7 @@ BAD: dict[str, tuple[dict[str, object], str, str | None]] = {
     "true": ({"prompt": "a", "temperature": True}, "temperature is True", "temperature"),
     "top_p": ({"prompt": "a", "top_p": 2}, "top_p is 2", "top_p"),
     "unknown": ({"prompt": "a", "colour": 1}, "an argument nobody knows: colour", "colour"),
-    "n": ({"prompt": "a", "n": 2}, "n is 2", "n"),
+    "n": ({"prompt": "a", "n": 2}, "n is 2, which this engine does not serve; leave it out", "n"),
     "n true": ({"prompt": "a", "n": True}, "n is True", "n"),
     "best_of": ({"prompt": "a", "best_of": True}, "best_of is True", "best_of"),
     "echo": ({"prompt": "a", "echo": 0}, "echo is 0", "echo"),
@@ -41,7 +41,10 @@ BAD: dict[str, tuple[dict[str, object], str, str | None]] = {
     "usage": ({"prompt": "a", "stream_options": {"include_usage": 1}}, "is 1", "include_usage"),
     "no prompt": ({}, "prompt is None", "prompt"),
     "empty": ({"prompt": []}, "an empty prompt", None),
-    "two": ({"prompt": ["a", "b"]}, "prompt is", "prompt"),
+    "two": ({"prompt": ["a", "b"]}, "a list of 2 prompts, and this engine takes one", "prompt"),
+    "lists": ({"prompt": [[1], [2], [3]]}, "a list of 3 prompts", "prompt"),
+    "mixed": ({"prompt": [1, "b"]}, "a list of 2 prompts", "prompt"),
+    "tools": ({"prompt": "a", "functions": [{}]}, "functions is [{}], which this", "functions"),
     "foreign": ({"prompt": [9999]}, "a token outside", None),
     "booleans": ({"prompt": [True, 5]}, "prompt is", "prompt"),
     "deep": ({"prompt": "a", "stop": json.loads("[" * 400 + "]" * 400)}, "stop is", "stop"),
@@ -131,6 +134,39 @@ def test_numbers_that_json_does_not_have_are_refused(bodies: Bodies) -> None:
         body = f'{{"model": "tiny", "prompt": "a", "seed": {number}}}'
         with pytest.raises(ArgumentInvalid, match="no JSON"):
             bodies.completion(body.encode())
+
+
+#: What clients send of what this engine does not have, or call the caller.
+OTHERS = {
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "safety_identifier": "x",
+    "prompt_cache_key": "x",
+    "prompt_cache_retention": "24h",
+}
+
+
+def test_null_is_as_left_out_and_what_names_the_caller_is_ignored(bodies: Bodies) -> None:
+    names = _COMMON | _IGNORED | set(_FIXED)
+    assert read(bodies, **dict.fromkeys(names - {"model"})) == ""
+    assert set(OTHERS) <= _IGNORED
+    assert read(bodies, **OTHERS) == ""
+    for field in ("model", "prompt"):
+        with pytest.raises(ArgumentInvalid, match=f"{field} is None"):
+            read(bodies, **{field: None})
+
+
+def test_an_assistant_that_said_nothing_is_taken(bodies: Bodies) -> None:
+    def prompt(role: str, **content: object) -> tuple[int, ...]:
+        messages = [{"role": role, **content}, {"role": "user", "content": "hi"}]
+        return bodies.chat(
+            json.dumps({"model": "tiny", "messages": messages}).encode()
+        ).request.prompt
+
+    assert prompt("assistant", content=None) == prompt("assistant", content="")
+    assert prompt("assistant") == prompt("assistant", content="")
+    with pytest.raises(ArgumentInvalid, match=r"messages\[0\].content is None"):
+        prompt("user", content=None)
 
 
 def test_fields_that_change_nothing_are_taken(bodies: Bodies) -> None:

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from kvtier_engine.server.app import application
 from kvtier_engine.server.http import Refused, Stream
 from kvtier_engine.server.limits import Limits
+from kvtier_engine.server.listener import bound
 from kvtier_engine.server.listening import listening
 from tests.engine.engine_rig import engine_of, tiny_model
 from tests.engine.server_rig import Served, post_of, serve, to_the_end, until
@@ -72,6 +73,46 @@ def test_so_does_one_that_sent_something_before(served: Served, stream: bool) ->
     until(lambda: counted(served, "requests_cancelled") == 1)
 
 
+def test_a_client_that_is_done_with_sending_gets_its_answers(served: Served) -> None:
+    ask = post_of("/v1/completions", prompt="abc", max_tokens=30, ignore_eos=True)
+    for asks in (ask, ask + HEALTH + ask, HEALTH):
+        with served.connect() as raw:
+            raw.sendall(asks)
+            raw.shutdown(socket.SHUT_WR)
+            said = to_the_end(raw)
+        signs = said.count(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert said.count(b"HTTP/1.1 ") - signs == asks.count(b"HTTP/1.1")
+        assert said.count(b"HTTP/1.1 200 ") == asks.count(b"HTTP/1.1")
+
+
+def test_one_that_is_done_after_bad_bytes_is_refused_quietly(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask = post_of("/v1/completions", prompt="abc", max_tokens=30, ignore_eos=True)
+    bad = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"
+    with served.connect() as raw:
+        raw.sendall(ask + bad)
+        raw.shutdown(socket.SHUT_WR)
+        begun = time.monotonic()
+        said = to_the_end(raw)
+    assert (said.count(b"HTTP/1.1 200 "), said.count(b"HTTP/1.1 400 ")) == (1, 1)
+    assert served.call("GET", "/health")[0] == 200
+    until(lambda: time.monotonic() > begun + 0.6)  # as long as signs would be sent
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_one_that_goes_after_its_first_answer_ends_the_second(served: Served) -> None:
+    """It had sent both, and was done with sending."""
+    with served.connect() as raw:
+        raw.sendall(post_of("/v1/completions", **LONG | {"max_tokens": 3}))
+        raw.sendall(post_of("/v1/completions", **LONG))
+        raw.shutdown(socket.SHUT_WR)
+        until(lambda: served.engine.stats().get("requests") == 2)
+    until(lambda: not served.engine.has_work)
+    until(lambda: counted(served, "requests_cancelled") == 1)
+    assert counted(served, "requests_done") == 1
+
+
 def test_a_stream_of_a_client_that_closed_at_once_is_ended() -> None:
     """The handler's answer and the end of the connection are there in one turn of the loop."""
     made: list[str] = []
@@ -86,7 +127,7 @@ def test_a_stream_of_a_client_that_closed_at_once_is_ended() -> None:
             made.append("made")
             return Stream(events(), ended.set)
 
-        async with listening(routed(handler), Limits(), "127.0.0.1", 0) as address:
+        async with listening(routed(handler), Limits(), bound("127.0.0.1", 0)) as [address]:
             with socket.create_connection(address) as raw:  # the loop sees it when it is closed
                 raw.sendall(HEALTH)
             await asyncio.wait_for(ended.wait(), 20)
@@ -178,6 +219,58 @@ def test_bodies_of_all_connections_together_are_bounded() -> None:
         until(lambda to=served: to.post("/v1/completions", prompt="a" * 100)[0] == 200)
 
 
+#: An answer that does not wait for the body, and then what is no body.
+EARLY = {
+    "chunks": (b"POST /nope HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n", b"zz\r\n"),
+    "method": (
+        b"PUT /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"\x00\x01\r\n",
+    ),
+    "next": (
+        b"POST /nope HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n12345",
+        b"67890\x00\x01garbage\r\n\r\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_bad_bytes_after_an_early_answer_end_the_connection_quietly(
+    served: Served, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = EARLY[name]
+    with served.connect() as raw:
+        raw.sendall(first)
+        said = b""
+        while not said.endswith(b"}}"):
+            said += raw.recv(1 << 16)
+        raw.sendall(second)
+        said += to_the_end(raw)
+    # After the whole body it is a request of its own, which is answered.
+    assert said.count(b"HTTP/1.1 ") == (2 if name == "next" else 1)
+    assert said.startswith(b"HTTP/1.1 40")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert served.call("GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_an_offer_of_another_protocol_changes_nothing(
+    served: Served, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer = b"host: x\r\nconnection: upgrade, http2-settings\r\nupgrade: "
+    for kind in (b"h2c", b"websocket"):
+        said = served.said_to(HEALTH.replace(b"host: x", offer + kind) + LAST)
+        assert said.count(b"HTTP/1.1 200 ") == 2
+    with served.connect() as raw:
+        ask = post_of("/v1/completions", **LONG, stream=stream)
+        raw.sendall(ask.replace(b"host: x", offer + b"h2c"))
+        until(lambda: served.engine.stats()["requests_running"] == 1)
+        raw.sendall(b"G")
+        time.sleep(0.05)
+    until(lambda: not served.engine.has_work)
+    until(lambda: counted(served, "requests_cancelled") == 1)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_connections_are_bounded() -> None:
     for served in serve(engine_of(tiny_model()), connections_max=2, linger_seconds_max=0.2):
         with served.connect() as one, served.connect() as two:
@@ -237,7 +330,7 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
             return Stream(forever(), ended.set)
 
         limits = Limits(write_seconds_max=0.3, linger_seconds_max=0.3)
-        async with listening(routed(handler), limits, "127.0.0.1", 0) as address:
+        async with listening(routed(handler), limits, bound("127.0.0.1", 0)) as [address]:
             with socket.create_connection(address) as raw:
                 raw.sendall(HEALTH)
                 await asyncio.wait_for(ended.wait(), 40)
@@ -261,7 +354,7 @@ def test_a_defect_is_500_without_details_and_logged(
         raise ZeroDivisionError("secret")
 
     async def main() -> None:
-        async with listening(routed(handler), Limits(), "127.0.0.1", 0) as address:
+        async with listening(routed(handler), Limits(), bound("127.0.0.1", 0)) as [address]:
             reader, writer = await asyncio.open_connection(*address)
             writer.write(LAST)
             said.append(await reader.read())

@@ -54,6 +54,11 @@ def test_errors_are_the_classes_that_clients_expect(client: Any, served: Served)
         client.completions.create(model="tiny", prompt="a", temperature=-1)
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.NotFoundError, match="no model 'nope'; ask for 'tiny'") as absent:
+        client.models.retrieve("nope")
+    assert absent.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="a list of 2 prompts"):
+        client.completions.create(model="tiny", prompt=["a", "b"])
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="a" * 600)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")

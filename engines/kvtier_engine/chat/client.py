@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvtier_engine.chat.deadline import Deadline, response_within
 from kvtier_engine.chat.errors import (
+    KeyInvalid,
     ServerAbsent,
     ServerRefused,
     ServerSilent,
     ServerUnreadable,
     UrlInvalid,
 )
+from kvtier_engine.chat.harmless import line as text_line
 
 __all__ = ["Answer", "Asking", "ChatServer"]
 
@@ -64,12 +67,20 @@ class Answer:
 
 
 class ChatServer:
-    """At `url`, say http://127.0.0.1:8000, with or without /v1. Raises UrlInvalid."""
+    """At `url`, say http://127.0.0.1:8000, with or without /v1. `key` is sent with every request.
+    A first token is waited for for `silence_seconds_max`, and each other one after it.
 
-    def __init__(self, url: str, *, connect_seconds_max: float, silence_seconds_max: float) -> None:
+    Raises UrlInvalid, KeyInvalid.
+    """
+
+    def __init__(
+        self, url: str, *, connect_seconds_max: float, silence_seconds_max: float, key: str = ""
+    ) -> None:
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             host, port = parts.hostname or "", parts.port
+            host.encode("idna")
+            parts.path.encode("ascii")
         except ValueError as error:
             raise _no_url(url, str(error)) from error
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.username:
@@ -82,10 +93,13 @@ class ChatServer:
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._connect_seconds_max = connect_seconds_max
         self._silence_seconds_max = silence_seconds_max
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        if not key.isascii() or not key.isprintable():
+            raise KeyInvalid("the key has characters that no key has", remedy="pass it as it is")
 
     def model(self) -> str:
         """The first of the server's models."""
-        with self._asked("GET", "/v1/models", None) as response:
+        with self._asked("GET", "/v1/models", None, self._deadline()) as response:
             read = self._object(_whole(response))
         match read:
             case {"data": [{"id": str(name)}, *_]}:
@@ -98,15 +112,23 @@ class ChatServer:
         """The pieces of one answer, as they come; what is known at the end goes into `told`.
         Whoever stops before the end closes the generator: the server gives the answer up then.
         """
-        with self._asked("POST", "/v1/chat/completions", asking.body(messages)) as response:
-            while (line := response.readline(_READ_BYTES_MAX)).strip() != _DATA + b" " + _DONE:
+        deadline, body = self._deadline(), asking.body(messages)
+        with self._asked("POST", "/v1/chat/completions", body, deadline) as response:
+            while True:
+                line = response.readline(_READ_BYTES_MAX)
                 if not line.endswith(b"\n"):
                     raise self._unreadable("it ended in the middle of the answer")
-                if line.startswith(_DATA):
-                    yield from self._piece(self._object(line[len(_DATA) :]), told)
+                if not line.startswith(_DATA):
+                    continue
+                if (data := line[len(_DATA) :].strip()) == _DONE:
+                    return
+                event = self._object(data)
+                yield from self._piece(event, told)
+                if _is_said(event):
+                    deadline.begin()
 
     def _piece(self, event: Mapping[str, Any], told: Answer) -> Iterator[str]:
-        if "error" in event:
+        if event.get("error") is not None:
             raise self._refused(event)
         if isinstance(usage := event.get("usage"), dict):
             told.usage = usage
@@ -118,16 +140,17 @@ class ChatServer:
 
     @contextlib.contextmanager
     def _asked(
-        self, method: str, path: str, body: bytes | None
+        self, method: str, path: str, body: bytes | None, deadline: Deadline
     ) -> Iterator[http.client.HTTPResponse]:
         connection = self._kind(self._host, self._port, timeout=self._connect_seconds_max)
         with contextlib.closing(connection), self._errors():
             self._connect(connection)
-            headers = {"content-type": "application/json"} if body else {}
+            connection.response_class = response_within(deadline)
+            headers = self._headers | ({"content-type": "application/json"} if body else {})
             connection.request(method, self._path + path, body, headers)
             with connection.getresponse() as response:
                 if response.status != 200:
-                    raise self._refused(self._object(_whole(response)), response.status)
+                    raise self._refused(_said(response), response.status, response.reason)
                 yield response
 
     def _connect(self, connection: http.client.HTTPConnection) -> None:
@@ -146,7 +169,7 @@ class ChatServer:
             yield
         except TimeoutError as error:
             raise ServerSilent(
-                f"{self.url} says nothing for {self._silence_seconds_max:g} s",
+                f"{self.url} says nothing of an answer for {self._silence_seconds_max:g} s",
                 remedy="see whether it is busy or stopped (its /health), or pass a longer"
                 " --timeout",
             ) from error
@@ -162,22 +185,32 @@ class ChatServer:
             raise self._unreadable("no JSON object came")
         return read
 
-    def _refused(self, read: Mapping[str, Any], status: int = 200) -> ServerRefused:
+    def _deadline(self) -> Deadline:
+        return Deadline(self._silence_seconds_max)
+
+    def _refused(
+        self, read: Mapping[str, Any], status: int = 200, reason: str = ""
+    ) -> ServerRefused:
         error = read.get("error")
         details = error if isinstance(error, dict) else {}
-        said = details.get("message") or (error if isinstance(error, str) else f"status {status}")
+        said = details.get("message") or (error if isinstance(error, str) else "")
+        said = str(said) or f"status {status} {reason}".strip()
         remedy = "see the log of the server"
         if details.get("code") == "context_length_exceeded":
             remedy = "say /reset to begin anew, or ask for fewer tokens (--max-tokens)"
         elif details.get("code") == "model_not_found":
             remedy = "leave --model out to take the one that is there"
+        elif status in (401, 403):
+            remedy = "pass the key of that server: --api-key, or OPENAI_API_KEY with --url"
+        elif 300 <= status < 400:
+            remedy = "pass the --url of the server itself: this one sends elsewhere"
         elif status in (429, 503):
             remedy = "try again in a moment"
-        return ServerRefused(f"{self.url} answers: {said}", remedy=remedy)
+        return ServerRefused(f"{self.url} answers: {text_line(said)}", remedy=remedy)
 
     def _unreadable(self, why: str) -> ServerUnreadable:
         return ServerUnreadable(
-            f"no answer of OpenAI's API from {self.url}: {why}",
+            f"no answer of OpenAI's API from {self.url}: {text_line(why)}",
             remedy="see whether that server runs still, and is one (kvtier engine)",
         )
 
@@ -188,6 +221,23 @@ class ChatServer:
 
 def _whole(response: http.client.HTTPResponse) -> bytes:
     return response.read(_READ_BYTES_MAX)
+
+
+def _is_said(event: Mapping[str, Any]) -> bool:
+    """Something of an answer, if only of a part that is not shown, and no sign of life alone."""
+    match event.get("choices"):
+        case [{"delta": dict(delta)}, *_]:
+            return any(value for name, value in delta.items() if name != "role")
+    return False
+
+
+def _said(response: http.client.HTTPResponse) -> dict[str, Any]:
+    """Of an error; empty where it is not said in JSON, as by a proxy."""
+    try:
+        read = json.loads(_whole(response))
+    except (ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 def _no_url(url: str, why: str) -> UrlInvalid:

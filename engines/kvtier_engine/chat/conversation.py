@@ -1,7 +1,7 @@
 """The conversation: lines in, answers out as they come, and after each where its prompt came from.
 
 Promise: what the server does wrong ends one answer, never the conversation; Ctrl-C ends the answer
-that is coming, or the conversation where none is. What the model says cannot steer the terminal.
+that is coming, or the conversation where none is. What the server says cannot steer the terminal.
 One thread, the main one.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from kvtier.errors import KvtierError
 from kvtier_engine.chat.client import Answer, Asking, ChatServer
+from kvtier_engine.chat.harmless import harmless, whole
 
 __all__ = ["Conversation"]
 
@@ -49,7 +50,7 @@ class Conversation:
                 self._turn(word)
 
     def _turn(self, said: str) -> None:
-        self._messages.append({"role": "user", "content": said})
+        self._messages.append({"role": "user", "content": whole(said)})
         told, timing = Answer(), _Timing(time.monotonic())
         try:
             text = self._spoken(told, timing)
@@ -74,11 +75,11 @@ class Conversation:
                 for piece in coming:
                     timing.note()
                     pieces.append(piece)
-                    self._say(_harmless(piece))
+                    self._say(harmless(piece))
         except KeyboardInterrupt:
             told.reason = "stopped"
         timing.end()
-        return "".join(pieces)
+        return whole("".join(pieces))  # it is sent again: half a character would be refused
 
     def _say(self, text: str) -> None:
         self._out.write(text)
@@ -135,8 +136,3 @@ def _origin(usage: Mapping[str, Any]) -> str:
 def _number(values: Mapping[str, Any], name: str) -> int:
     value = values.get(name)
     return value if isinstance(value, int) else 0
-
-
-def _harmless(text: str) -> str:
-    """Without what a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from kvtier.errors import InvalidInput, KvtierError
 
-__all__ = ["ServerAbsent", "ServerRefused", "ServerSilent", "ServerUnreadable", "UrlInvalid"]
+__all__ = [
+    "KeyInvalid",
+    "ServerAbsent",
+    "ServerRefused",
+    "ServerSilent",
+    "ServerUnreadable",
+    "UrlInvalid",
+]
 
 
 class UrlInvalid(InvalidInput):
     """The address of a server that is none."""
+
+
+class KeyInvalid(InvalidInput):
+    """The key for a server cannot be sent; it is not in the message."""
 
 
 class ServerAbsent(KvtierError):
@@ -16,7 +27,7 @@ class ServerAbsent(KvtierError):
 
 
 class ServerSilent(KvtierError):
-    """Somebody took the connection, and then said nothing for too long."""
+    """Somebody took the connection, and then said nothing of an answer for too long."""
 
 
 class ServerRefused(KvtierError):

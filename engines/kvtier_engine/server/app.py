@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
@@ -28,6 +29,7 @@ from kvtier_engine.schedule.request import Delta
 from kvtier_engine.server.answers import DONE, Wording, error_event, error_response
 from kvtier_engine.server.bodies import Asked, Bodies
 from kvtier_engine.server.body import BodyReader, Held
+from kvtier_engine.server.errors import UnknownModel
 from kvtier_engine.server.http import (
     Refusal,
     Refused,
@@ -105,7 +107,10 @@ class App:
 
     async def _one_model(self, request: Request) -> Response:
         if request.path_params["name"] != self.name:
-            raise HTTPException(404)
+            asked = request.path_params["name"][:80]
+            return error_response(
+                UnknownModel(f"no model {asked!r}", remedy=f"ask for {self.name!r}")
+            )
         return json_response(self._model)
 
     @property
@@ -249,14 +254,16 @@ async def _broken(_: Request, error: Exception) -> Response:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: App, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
-    """Serves on host:port (0: any free one), and says where. At the end nobody is let in, those
-    who wait are told so and given their time, and nothing is left. Raises OSError.
+async def serving(
+    app: App, sockets: Sequence[socket.socket]
+) -> AsyncIterator[list[tuple[str, int]]]:
+    """Serves on these sockets, and says where. At the end nobody is let in, those who wait are
+    told so and given their time, and nothing is left. Raises as `listening`.
     """
     watching = asyncio.ensure_future(app.watch())
     try:
-        async with listening(app.asgi, app.limits, host, port, ending=app.end) as address:
-            yield address
+        async with listening(app.asgi, app.limits, sockets, ending=app.end) as addresses:
+            yield addresses
     finally:
         watching.cancel()
         await asyncio.wait({watching})

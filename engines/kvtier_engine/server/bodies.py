@@ -25,20 +25,25 @@ CHARACTERS_PER_TOKEN_MAX = 16
 SESSION_BYTES_MAX = 64
 
 #: Taken and of no effect: they steer what this engine does not have, or name the caller.
-_IGNORED = {"metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key"}
-#: Served at these values alone, which change nothing.
+_IGNORED = {
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+    "reasoning_effort", "safety_identifier", "service_tier", "store", "verbosity",
+}  # fmt: skip
+#: Served at these values alone, which change nothing; null is as left out.
 _FIXED: dict[str, tuple[object, ...]] = {
-    "n": (1, None),
-    "best_of": (1, None),
-    "echo": (False, None),
-    "suffix": (None, ""),
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "logit_bias": (None, {}),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
 }
 _COMMON = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop",
@@ -75,6 +80,12 @@ class Bodies:
         prompt = read.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
+        if isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt):
+            raise ArgumentInvalid(
+                f"prompt is a list of {len(prompt)} prompts, and this engine takes one a request",
+                remedy="send a request for each, at the same time",
+                param="prompt",
+            )
         if isinstance(prompt, str):
             self._check_characters(len(prompt), "prompt")
             ids = self.tokenizer.encode(prompt)
@@ -215,10 +226,16 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None, tokens_max: int | N
 
 
 def _check_names(body: Mapping[str, Any], own: set[str]) -> None:
-    for name in body:
+    for name, given in body.items():
+        if given is None:  # left out: some clients name all that they know
+            continue
         if name in _FIXED:
-            if not any(_is_same(body[name], value) for value in _FIXED[name]):
-                raise _wrong(name, body[name], "leave it out: this engine does not serve it")
+            if not any(_is_same(given, value) for value in _FIXED[name]):
+                raise ArgumentInvalid(
+                    f"{name} is {_shown(given)}, which this engine does not serve",
+                    remedy="leave it out",
+                    param=name,
+                )
         elif name not in _COMMON | _IGNORED | own:
             raise ArgumentInvalid(
                 f"an argument nobody knows: {name[:80]}", remedy="leave it out", param=name[:80]
@@ -236,6 +253,8 @@ def _message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _wrong(name, message, "an object with a role")
     content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        content = ""  # it called tools, or was cut off before it said anything
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict)]
         texts = [part for part in parts if isinstance(part, str)]

@@ -12,6 +12,9 @@ from kvtier_engine.server.errors import NetworkUnprotected
 
 __all__ = ["register"]
 
+_PORT_MAX = 65535
+_HOST = "where to listen: an address, or a name and all its addresses (default 127.0.0.1)"
+
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the parser; called by the `kvtier` command through the entry point kvtier.commands."""
@@ -28,13 +31,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="a Hugging Face directory or a GGUF file (default: SmolLM2-135M, converted once)",
     )
     parser.add_argument("--name", default="", help="what clients call it (default: its own name)")
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1)")
+    parser.add_argument("--host", default="127.0.0.1", help=_HOST)
     parser.add_argument(
         "--allow-insecure-network",
         action="store_true",
         help="let --host be more than this machine: there are no keys and no encryption",
     )
-    parser.add_argument("--port", type=int, default=8000, help="0 takes any free one")
+    parser.add_argument("--port", type=_port, default=8000, help="0 takes any free one")
     parser.add_argument("--kvtier", metavar="URL", help="the daemon below, say unix://PATH")
     parser.add_argument("--tenant", default="default")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -77,6 +80,13 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= _PORT_MAX:
+        raise argparse.ArgumentTypeError(f"{number} is no port: 0 to {_PORT_MAX}")
+    return number
 
 
 def _positive(text: str) -> int:

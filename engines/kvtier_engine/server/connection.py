@@ -18,12 +18,37 @@ import sys
 from typing import cast
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from kvtier_engine.server.errors import UvicornUnsuitable
 from kvtier_engine.server.http import Refused
 from kvtier_engine.server.limits import Limits
 
 __all__ = ["Connection", "connection_of"]
+
+
+#: Of a client whose request has not come, or not all of it. h11 has three others: of one that is
+#: whole, that is the last, and that offers another protocol.
+_NOT_WHOLE = (h11.IDLE, h11.SEND_BODY, h11.CLOSED, h11.ERROR)
+#: From one sign to a client that has closed for writing to the next.
+_PROBE_SECONDS = 0.25
+#: What is called or replaced here and is no public part of uvicorn.
+_NEEDED = (
+    "_should_upgrade",
+    "_unset_keepalive_if_required",
+    "connection_lost",
+    "connection_made",
+    "data_received",
+    "eof_received",
+    "handle_events",
+    "on_response_complete",
+    "pause_writing",
+    "resume_writing",
+    "send_400_response",
+    "shutdown",
+    "timeout_keep_alive_handler",
+)
 
 
 class Connection(H11Protocol):
@@ -37,6 +62,8 @@ class Connection(H11Protocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._end_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
         self._early = bytearray()
         self._is_refused = False
         self._dropped = 0
@@ -53,7 +80,8 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        for timer in (self._head_timer, self._write_timer, self._end_timer):
+        timers = (self._head_timer, self._write_timer, self._end_timer, self._probe_timer)
+        for timer in timers:
             if timer is not None:
                 timer.cancel()
 
@@ -70,6 +98,30 @@ class Connection(H11Protocol):
                 self._refuse(Refused(400, "sent_ahead", message))
         else:
             self._feed(data)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """A client that is done with sending may be gone, or wait for its answer: the same to see.
+        A sign that an answer is on its way, which HTTP/1.1 lets be sent any number of times, comes
+        back as a reset from one that is gone, and the next write ends the connection.
+        """
+        cycle = self._open_cycle
+        if cycle is None or not self._is_answering or self._is_refused:
+            return None
+        if not self._is_half_closed:
+            if cycle.response_started or cycle.scope["http_version"] != "1.1":
+                return None
+            self._is_half_closed = True
+            self._probe()
+        return True
+
+    def _probe(self) -> None:
+        cycle = self._open_cycle
+        if cycle is None:
+            return
+        if not cycle.response_started:
+            sign = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(sign) or b"")
+        self._probe_timer = self.loop.call_later(_PROBE_SECONDS, self._probe)
 
     def _feed(self, data: bytes) -> None:
         super().data_received(data)
@@ -94,7 +146,7 @@ class Connection(H11Protocol):
     @property
     def _is_answering(self) -> bool:
         """A whole request has come, and its answer has not ended."""
-        is_whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        is_whole = self.conn.their_state not in _NOT_WHOLE
         return is_whole and self._open_cycle is not None
 
     @property
@@ -115,6 +167,11 @@ class Connection(H11Protocol):
             early = bytes(self._early)
             self._early.clear()
             self._feed(early)
+        if self._is_half_closed and self._open_cycle is None:
+            self.transport.close()  # nothing more can come
+
+    def _should_upgrade(self) -> bool:
+        return False  # a client that offers another protocol is answered in this one
 
     def send_400_response(self, msg: str) -> None:
         # Called where h11's error is handled, which knows more: 431 for a head that is too long,
@@ -160,6 +217,17 @@ class Connection(H11Protocol):
             if cycle.response_started:
                 self.transport.abort()
                 return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._write_whole(refused)
+        # Else its answer has been sent before: there is nothing more to say.
+        if self._is_half_closed:  # and nothing comes that would have to be read
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._end_in(self.limits.linger_seconds_max)
+
+    def _write_whole(self, refused: Refused) -> None:
         body = json.dumps(refused.content).encode()
         headers = {"content-type": "application/json", "content-length": str(len(body))}
         reason = http.HTTPStatus(refused.status).phrase.encode()
@@ -170,9 +238,6 @@ class Connection(H11Protocol):
         )
         for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.write_eof()
-        self.flow.resume_reading()
-        self._end_in(self.limits.linger_seconds_max)
 
     def _end_in(self, seconds: float) -> None:
         """By then it is closed, whatever the client does."""
@@ -181,5 +246,10 @@ class Connection(H11Protocol):
 
 
 def connection_of(limits: Limits) -> type[Connection]:
-    """uvicorn makes connections of a class: this one has its limits."""
+    """uvicorn makes connections of a class: this one has its limits. Raises UvicornUnsuitable."""
+    if missing := [name for name in _NEEDED if not callable(getattr(H11Protocol, name, None))]:
+        raise UvicornUnsuitable(
+            f"uvicorn {uvicorn.__version__} is built another way: no {', '.join(missing)}",
+            remedy="pip install 'kvtier[engine]', which takes one that is known",
+        )
     return type("Connection", (Connection,), {"limits": limits})

@@ -1,12 +1,22 @@
-"""What the server refuses, beside the engine's own errors. Each becomes one answer (`answers.py`)
-but NetworkUnprotected, which ends the command.
+"""What the server refuses, beside the engine's own errors. What comes of a request becomes one
+answer (`answers.py`); the others end the command.
 """
 
 from __future__ import annotations
 
-from kvtier.errors import KvtierError
+from kvtier.errors import InvalidInput, KvtierError, MissingExtra
 
-__all__ = ["ArgumentInvalid", "ContextExceeded", "NetworkUnprotected", "UnknownModel"]
+__all__ = [
+    "AddressUnusable",
+    "ArgumentInvalid",
+    "ContextExceeded",
+    "DescriptorsFew",
+    "NetworkUnprotected",
+    "OptionUnusable",
+    "ServerEnded",
+    "UnknownModel",
+    "UvicornUnsuitable",
+]
 
 
 class ArgumentInvalid(KvtierError, ValueError):
@@ -31,3 +41,23 @@ class UnknownModel(KvtierError):
 
 class NetworkUnprotected(KvtierError):
     """Anybody on the network could use the server, and nobody said that this is meant."""
+
+
+class AddressUnusable(InvalidInput):
+    """--host and --port name no place where this process can listen."""
+
+
+class OptionUnusable(InvalidInput):
+    """A flag that this machine cannot do: a device or memory that is not there."""
+
+
+class DescriptorsFew(KvtierError):
+    """The process may open too few files and connections to serve anybody."""
+
+
+class ServerEnded(KvtierError):
+    """The HTTP server ended by itself."""
+
+
+class UvicornUnsuitable(MissingExtra):
+    """The uvicorn that is installed does not have what the connections are built on."""
