@@ -352,6 +352,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             parts=len(parts),
             shards=layout.shard_count,
             block_tokens=layout.page_tokens,
+            takes_lossy=store.takes_lossy,
             dp_rank=getattr(config, "dp_rank", 0),
         )
         return publisher_for(source, options)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import stat
+import time
 from pathlib import Path
 
 import pytest
-from event_rig import HOST, free_endpoints, names_of, told
+from event_rig import HOST, NVME, free_endpoints, names_of, told
 from event_router import zmq
+from pool_rig import PAGES, hashes, pool_with_heads, store_for
 
+import kvtier
+from kvtier.core.page import Tier
 from kvtier.errors import InvalidConfigValue
 from kvtier_sglang.events.outlet import Endpoints, Outlet
+from tests.forks import daemon_of_its_own
 
 
 @pytest.fixture
@@ -89,6 +95,66 @@ def test_a_publisher_that_fails_leaves_nothing_to_believe_in(rig, caplog):
     rig.prompt(1)
     router.listen(until=lambda: not router.believed)
     assert "publishing KV events failed" in caplog.text
+
+
+@pytest.fixture
+def rounding(forker, tmp_path):
+    """A daemon that packs what it writes to NVMe, and writes everything."""
+    (tmp_path / "nvme").mkdir(mode=0o700)
+    settings = ("nvme.bytes=64MiB", "nvme.codec=fp8", "nvme.write_policy=through")
+    with daemon_of_its_own(
+        forker, "host.bytes=64MiB", f"nvme.paths={tmp_path}/nvme", *settings
+    ) as running:
+        yield running
+
+
+def until_on_nvme(connection, pages):
+    ends = time.monotonic() + 60
+    while True:
+        tiers = {tier.tier: tier for tier in connection.status(deadline=10).tiers}
+        if tiers[Tier.NVME].pages_sealed == pages:
+            return
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def test_copies_that_the_daemon_rounded_are_told_to_nobody_who_cannot_have_them(rounding):
+    with told(rounding.url) as rig:
+        rig.publish()
+        router = rig.router()
+        first = rig.prompt(1)
+        until_on_nvme(rig.connection, 2 * PAGES)
+        # Changes come in order: when those of the second prompt are here, all of the first are.
+        both = names_of(first + rig.prompt(2))
+        router.listen(until=lambda: router.believed[HOST] == both)
+        assert not router.believed[NVME]
+        # Who begins now has them from the snapshot.
+        rig.publishers.pop().close()
+        rig.publish()
+        late = rig.router()
+        rig.prompt(1)
+        rig.prompt(2)
+        late.listen(until=lambda: late.believed[HOST] == both)
+        assert not late.believed[NVME]
+
+
+@pytest.mark.parametrize("plane", ["grpc", "auto"])
+def test_pages_that_only_a_rounded_copy_is_left_of_are_not_there(rounding, plane):
+    everything = list(range(PAGES))
+    with kvtier.connect(rounding.url, deadline=10) as kv:
+        assert all(
+            store_for(kv, pool_with_heads("page_first_direct")).set(hashes(PAGES), everything)
+        )
+        until_on_nvme(kv, 2 * PAGES)
+    rounding.stop()
+    rounding.start()
+    with kvtier.connect(rounding.url, deadline=10, plane=plane) as kv:
+        store = store_for(kv, pool_with_heads("page_first_direct"), exists_deadline=5.0)
+        namespace = store._parts[0].namespace
+        assert namespace.lookup(namespace.keys_from(hashes(PAGES))).prefix == PAGES
+        assert store.get(hashes(PAGES), everything) == [False] * PAGES
+        assert store.exists(hashes(PAGES)) == 0
+        assert store.present(hashes(PAGES)) == [False] * PAGES
 
 
 @pytest.mark.parametrize("kept", [0, 2, 4, 5])

@@ -57,6 +57,8 @@ class EventSource:
     parts: int
     shards: int
     block_tokens: int
+    #: Copies that the daemon has rounded are told, too.
+    takes_lossy: bool = False
     dp_rank: int = 0
 
 
@@ -160,6 +162,8 @@ class EventPublisher:
                     self._nothing_of(part)
                 elif event.tier is None or event.shard >= self._source.shards:
                     continue
+                elif event.lossy and not self._source.takes_lossy:
+                    continue  # a get of this server does not take it
                 elif event.kind is ResidencyKind.SNAPSHOT:
                     found[event.shard][event.tier] += event.keys
                 elif event.kind is ResidencyKind.STORED:
