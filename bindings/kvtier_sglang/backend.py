@@ -304,7 +304,8 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if self._store is None or not self._config.enable_storage_metrics:
             return None
         got, put = self._store.got.take(), self._store.put.take()
-        self._metrics.tell(got, put, self._store.state)
+        is_telling = None if self._events is None else self._events.is_telling
+        self._metrics.tell(got, put, self._store.state, is_telling=is_telling)
         return StorageMetrics(
             prefetch_pgs=got.pages,
             prefetch_bandwidth=got.bandwidths,
@@ -352,6 +353,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             parts=len(parts),
             shards=layout.shard_count,
             block_tokens=layout.page_tokens,
+            takes_lossy=store.takes_lossy,
             dp_rank=getattr(config, "dp_rank", 0),
         )
         return publisher_for(source, options)

@@ -29,8 +29,12 @@ class EngineMetrics:
         }  # fmt: skip
         self._made = _registered()
 
-    def tell(self, got: Moved, put: Moved, state: StoreState) -> None:
-        """What was moved since the call before, and how it stands now."""
+    def tell(
+        self, got: Moved, put: Moved, state: StoreState, *, is_telling: bool | None = None
+    ) -> None:
+        """What was moved since the call before, and how it stands now. `is_telling` is that of the
+        publisher of KV events, None where there is none.
+        """
         if self._made is None:
             return
         for name, outcome, count in (
@@ -47,6 +51,8 @@ class EngineMetrics:
             if count:
                 self._made[name].labels(outcome=outcome, **self._ranks).inc(count)
         self._made["serving"].labels(**self._ranks).set(state is StoreState.OPEN)
+        if is_telling is not None:
+            self._made["events"].labels(**self._ranks).set(is_telling)
 
 
 @cache
@@ -70,6 +76,12 @@ def _registered() -> dict[str, Any] | None:
         "serving": prometheus_client.Gauge(
             "kvtier:serving",
             "1 while pages can be found, 0 while everything is a miss.",
+            _LABELS,
+            multiprocess_mode="livemostrecent",
+        ),
+        "events": prometheus_client.Gauge(
+            "kvtier:events_telling",
+            "1 while KV events tell all that is there, 0 while they are in doubt or have ended.",
             _LABELS,
             multiprocess_mode="livemostrecent",
         ),

@@ -24,8 +24,11 @@ def leading_run(
     hashes: Sequence[str],
     budget: Budget,
     goes_on: Callable[[], bool],
+    *,
+    lossy_ok: bool,
 ) -> int:
-    """How many pages from the first on are there. `goes_on` says whether asking still makes sense.
+    """How many pages from the first on are there. `goes_on` says whether asking still makes sense;
+    without `lossy_ok` a page that the daemon has rounded is not there.
 
     SGLang asks for all pages of a prompt at once, 16,384 for a million tokens, and a run ends early
     more often than not: so a few are looked up first, then ever more.
@@ -37,7 +40,7 @@ def leading_run(
         for namespace in namespaces:
             if not count or budget.left <= 0:
                 return done
-            count = namespace.lookup(some[:count], deadline=budget.left).prefix
+            count = namespace.lookup(some[:count], lossy_ok=lossy_ok, deadline=budget.left).prefix
         done += count
         if count < len(some):
             break
@@ -50,9 +53,13 @@ def presence(
     hashes: Sequence[str],
     budget: Budget,
     goes_on: Callable[[], bool],
+    *,
+    lossy_ok: bool,
 ) -> list[bool]:
-    """Of each page whether it is there, wherever there are gaps."""
+    """Of each page whether it is there, wherever there are gaps; see `leading_run`."""
     there = [False] * len(hashes)
+    if not namespaces:
+        return there
     for begin in range(0, len(hashes), _MAX):
         some = namespaces[0].keys_from(hashes[begin : begin + _MAX])
         places = list(range(len(some)))
@@ -62,7 +69,7 @@ def presence(
             if budget.left <= 0 or not goes_on():
                 return there
             asked = [some[place] for place in places]
-            reasons = namespace.lookup(asked, deadline=budget.left).reasons
+            reasons = namespace.lookup(asked, lossy_ok=lossy_ok, deadline=budget.left).reasons
             places = [
                 place
                 for place, reason in zip(places, reasons, strict=True)

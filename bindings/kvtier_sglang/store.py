@@ -81,6 +81,8 @@ class PageStore:
         self._options = options
         self._salt = options.salt.encode()
         self._at_rest = AtRest.of(options.at_rest)
+        #: Whether pages that were rounded are hits here.
+        self.takes_lossy = self._at_rest.accepted is not None
         self._layouts = self._at_rest.layouts([part.layout for part in parts])
         self._rows = [rows[part.buffer] for part in parts]
         self._leaving = Leaving(connection, tenant=options.tenant, salt=self._salt)
@@ -110,31 +112,19 @@ class PageStore:
 
     @property
     def families(self) -> tuple[bytes, ...]:
-        """Fingerprints of what is served now, one for each part; none while it is paused."""
-        return tuple(part.namespace.fingerprint for part in self._parts or ())
+        """Fingerprints of what is served now, one for each part; none while nothing is."""
+        parts = self._parts if self.state is StoreState.OPEN else None
+        return tuple(part.namespace.fingerprint for part in parts or ())
 
     def exists(self, hashes: Sequence[str], budget: Budget | None = None) -> int:
         """How many pages from the first on are there now. Here and below, `budget` is the time of a
         call over several stores.
         """
-        parts = self._present()
-        return leading_run(
-            [part.namespace for part in parts],
-            hashes,
-            budget or Budget(self._options.exists_deadline),
-            lambda: self._is_open(parts),
-        )
+        return leading_run(*self._asked(hashes, budget), lossy_ok=self.takes_lossy)
 
     def present(self, hashes: Sequence[str], budget: Budget | None = None) -> list[bool]:
         """Of each page whether it is there now, also behind gaps."""
-        if not (parts := self._present()):
-            return [False] * len(hashes)
-        return presence(
-            [part.namespace for part in parts],
-            hashes,
-            budget or Budget(self._options.exists_deadline),
-            lambda: self._is_open(parts),
-        )
+        return presence(*self._asked(hashes, budget), lossy_ok=self.takes_lossy)
 
     def get(
         self, hashes: Sequence[str], places: Sequence[int], budget: Budget | None = None
@@ -211,6 +201,14 @@ class PageStore:
             self._switches += 1
             self._is_wanted = True
         self._open(max(budget.left, self._options.exists_deadline))
+
+    def _asked(
+        self, hashes: Sequence[str], budget: Budget | None
+    ) -> tuple[Sequence[Namespace], Sequence[str], Budget, Callable[[], bool]]:
+        parts = self._present()
+        namespaces = [part.namespace for part in parts]
+        budget = budget or Budget(self._options.exists_deadline)
+        return namespaces, hashes, budget, lambda: self._is_open(parts)
 
     def _present(self) -> Sequence[_Part]:
         """What a call goes on with: nothing while it is paused. Settles what is owed, and opens

@@ -202,18 +202,20 @@ class AsyncConnection:
         return reports(self.link, tier, bytes_per_second=bytes_per_second, deadline=deadline)
 
     async def watch(
-        self, fingerprint: bytes, *, deadline: Within = None
+        self, fingerprint: bytes, *, deadline: Within = None, silence: float | None = None
     ) -> AsyncGenerator[Residency, None]:
         """What is there of the family with this `fingerprint`, then every change, in order.
 
         It goes on until the generator is closed. It raises Busy when the reader falls behind, and
         DaemonUnavailable or DeadlineExceeded when the daemon goes, is silent on its connection for
         some twenty seconds, or has not told all that is there within `deadline`: then nothing is
-        known any more, and watching again begins with what is there.
+        known any more, and watching again begins with what is there. With `silence` the daemon is
+        asked for signs of life, and DeadlineExceeded is raised when it has given none for so many
+        seconds: it may still be there, stopped.
         """
         within = self.link.deadline(deadline)
         self.link.check_usable()
-        async with aclosing(self._plane.watch(fingerprint, within)) as events:
+        async with aclosing(self._plane.watch(fingerprint, within, silence_s=silence)) as events:
             async for event in events:
                 yield event
 

@@ -81,7 +81,12 @@ _KNOWN: Final = bytes(c if c in map(int, GetCode) else GetCode.IO_ERROR for c in
 
 
 async def lookup(
-    ns: AsyncNamespace, keys: Sequence[bytes], hints: Hints, deadline: Deadline
+    ns: AsyncNamespace,
+    keys: Sequence[bytes],
+    hints: Hints,
+    deadline: Deadline,
+    *,
+    is_exact: bool = False,
 ) -> LookupReply:
     codes = bytearray([GetCode.UNAVAILABLE]) * len(keys)
     tiers = bytearray(len(keys))
@@ -89,7 +94,7 @@ async def lookup(
 
     async def send(opened: OpenedNamespace) -> LookupReply:
         some = keys[done : done + keys_per_call(limits_of(ns))]
-        found = await ns.link.plane.lookup(opened.handle, some, hints, deadline)
+        found = await ns.link.plane.lookup(opened.handle, some, hints, deadline, is_exact=is_exact)
         _learn(ns, found.codes, opened)
         return found
 
@@ -142,13 +147,13 @@ def _local_slices(ns: AsyncNamespace, call: GetCall, begun: BegunGet) -> Iterato
         begun.left = yield from reads.get(begun.reader, call.options, opened, call.deadline)
 
 
-def lookup_here(ns: AsyncNamespace, keys: Sequence[bytes]) -> LookupReply | None:
+def lookup_here(ns: AsyncNamespace, keys: Sequence[bytes], *, is_exact: bool) -> LookupReply | None:
     """What the shared directory says, None where only the daemon can. Any thread."""
     opened = ns.opened
     reads = None if opened is None else ns.link.local.reads(opened.boot_id)
     if reads is None or opened is None or not keys:
         return None
-    return reads.lookup(ns.layout, opened, keys)
+    return reads.lookup(ns.layout, opened, keys, is_exact=is_exact)
 
 
 async def finish_get(ns: AsyncNamespace, call: GetCall, begun: BegunGet) -> None:

@@ -23,7 +23,7 @@ from kvtier.client.reading import GetOptions, Reader
 from kvtier.core.page import GetCode
 from kvtier.errors import ClientClosed
 from kvtier.packing.layout import Layout
-from kvtier.transfer.local.protocol import ANSWER_KEYS_MAX, DOUBT, HIT, MISS
+from kvtier.transfer.local.protocol import ANSWER_KEYS_MAX, DOUBT, HIT, MISS, Found
 from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import LookupReply, OpenedNamespace
 
@@ -66,6 +66,13 @@ def _joined(codes: NDArray[np.uint8], others: NDArray[np.uint8]) -> NDArray[np.u
     return joined
 
 
+def _codes(found: Found, is_exact: bool) -> NDArray[np.uint8]:
+    """With `is_exact` MISS for lossy copies."""
+    if not is_exact:
+        return found.codes
+    return np.where(found.hits & (found.lossy != np.uint64(0)), np.uint8(MISS), found.codes)
+
+
 class LocalReads:
     """`tell_soon` has `link.tell` called within a second; `on_end` is called when the link is found
     to have ended.
@@ -86,20 +93,26 @@ class LocalReads:
         return LocalCounts(**self._totals.copy())
 
     def lookup(
-        self, layout: Layout, opened: OpenedNamespace, keys: Sequence[bytes]
+        self,
+        layout: Layout,
+        opened: OpenedNamespace,
+        keys: Sequence[bytes],
+        *,
+        is_exact: bool = False,
     ) -> LookupReply | None:
         """None: only the daemon can say. HIT needs every shard, as the daemon's lookup does."""
         shard, number = layout.shard.index, opened.namespace_number
         view = self.link.view
-        if layout.shard_count == 1 and len(keys) <= ANSWER_KEYS_MAX:
+        if layout.shard_count == 1 and not is_exact and len(keys) <= ANSWER_KEYS_MAX:
             return self._lookup_few(opened, shard, keys)
         try:
-            found = view.lookup(keys, namespace=number, shard=shard, with_entries=False)
-            codes, tiers = found.codes, found.tiers
+            found = view.lookup(keys, namespace=number, shard=shard, with_entries=is_exact)
+            codes, tiers = _codes(found, is_exact), found.tiers
             for other in range(layout.shard_count if layout.shard_count > 1 else 0):
                 if other != shard:
-                    there = view.lookup(keys, namespace=number, shard=other, with_entries=False)
-                    codes, tiers = _joined(codes, there.codes), np.minimum(tiers, there.tiers)
+                    there = view.lookup(keys, namespace=number, shard=other, with_entries=is_exact)
+                    codes = _joined(codes, _codes(there, is_exact))
+                    tiers = np.minimum(tiers, there.tiers)
             is_current = view.namespace_is_current(number, opened.generation)
         except ClientClosed:
             return None

@@ -78,23 +78,30 @@ class AsyncNamespace(Binding):
         *,
         session: str = "",
         traceparent: str = "",
+        lossy_ok: bool = True,
         deadline: Within = None,
     ) -> LookupResult:
-        """Which pages are there now. Advice: a page can leave before the get."""
+        """Which pages are there now. Advice: a page can leave before the get.
+
+        With `lossy_ok=False` a page of which the best copy was rounded by a codec is a miss, as it
+        is to a get without `lossy_ok`.
+        """
         within = self._link.deadline(deadline)
         hints = Hints(
             session=checked_session(session), traceparent=checked_traceparent(traceparent)
         )
         known = checked_keys(keys)
-        found = self.lookup_here(known)
+        found = self.lookup_here(known, lossy_ok=lossy_ok)
         if found is None:
-            found = self.lookup_result(await batches.lookup(self, known, hints, within))
+            found = self.lookup_result(
+                await batches.lookup(self, known, hints, within, is_exact=not lossy_ok)
+            )
         return found
 
-    def lookup_here(self, keys: list[bytes]) -> LookupResult | None:
+    def lookup_here(self, keys: list[bytes], *, lossy_ok: bool = True) -> LookupResult | None:
         """What shared memory can answer of a lookup, None where only the daemon can. Any thread."""
         self._link.check_usable()
-        found = batches.lookup_here(self, keys)
+        found = batches.lookup_here(self, keys, is_exact=not lossy_ok)
         return None if found is None else self.lookup_result(found)
 
     def lookup_result(self, found: LookupReply) -> LookupResult:

@@ -295,18 +295,25 @@ class Namespace:
         *,
         session: str = "",
         traceparent: str = "",
+        lossy_ok: bool = True,
         deadline: float | None = None,
     ) -> LookupResult:
-        """Which pages are there now. Advice: a page can leave before the get."""
+        """Which pages are there now; see AsyncNamespace.lookup."""
         within = self._connection._within(deadline)
         known = checked_keys(keys)
         if session != "" or traceparent != "":
             session, traceparent = checked_session(session), checked_traceparent(traceparent)
-        found = self._async.lookup_here(known)
+        found = self._async.lookup_here(known, lossy_ok=lossy_ok)
         if found is not None:
             return found
         return self._run(
-            self._async.lookup(known, session=session, traceparent=traceparent, deadline=within)
+            self._async.lookup(
+                known,
+                session=session,
+                traceparent=traceparent,
+                lossy_ok=lossy_ok,
+                deadline=within,
+            )
         )
 
     def get(

@@ -25,11 +25,12 @@ class EventKind(IntEnum):
     BUMPED = 5
     POOL = 6
     POOL_GONE = 7
+    ALIVE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """One change. `keys` are 32-byte keys, concatenated."""
+    """One change. `keys` are 32-byte keys, concatenated; `lossy`: a codec has rounded them."""
 
     sequence: int
     kind: EventKind
@@ -37,6 +38,7 @@ class Residency:
     namespace: int
     shard: int
     keys: bytes
+    lossy: bool = False
 
 
 class WatcherBehind(Exception):
@@ -58,12 +60,19 @@ class EventLog:
             self._ring.clear()
 
     def record(
-        self, kind: EventKind, tier: Tier | None, namespace: int, shard: int, keys: bytes
+        self,
+        kind: EventKind,
+        tier: Tier | None,
+        namespace: int,
+        shard: int,
+        keys: bytes,
+        *,
+        lossy: bool = False,
     ) -> None:
         """Numbers the change, and keeps it while somebody watches."""
         self.sequence += 1
         if self._watchers:
-            self._ring.append(Residency(self.sequence, kind, tier, namespace, shard, keys))
+            self._ring.append(Residency(self.sequence, kind, tier, namespace, shard, keys, lossy))
 
     @property
     def is_watched(self) -> bool:

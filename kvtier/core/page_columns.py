@@ -100,7 +100,10 @@ def rows_of(values: Sequence[bytes], width: int) -> npt.NDArray[np.uint8]:
 
 
 def cut(column: bytes, width: int) -> list[bytes]:
-    """The values of `width` bytes that lie one after the other in `column`."""
+    """The values of `width` bytes that lie one after the other in `column`. ValueError for a column
+    that is no multiple of it: what comes from outside is measured before (of frames by
+    transfer.local.frames.decode).
+    """
     # As numbers without a meaning: those that end with zeros keep them.
     values: list[bytes] = np.frombuffer(column, np.dtype((np.void, width))).tolist()
     return values

@@ -164,23 +164,33 @@ class Store:
     # -- finding and reading -----------------------------------------------------------------------
 
     def lookup(
-        self, namespace: int, shard: int, keys: Keys, *, is_counted: bool = True
+        self,
+        namespace: int,
+        shard: int,
+        keys: Keys,
+        *,
+        is_counted: bool = True,
+        is_exact: bool = False,
     ) -> tuple[Codes, Codes]:
         """(GetCode, Tier or 0) for each of `keys`, shape (n, 32). HIT needs every shard of the
         family.
 
         STALE for all when the namespace number has ended. Does not count as a use, and with
-        `is_counted` False not as a lookup either.
+        `is_counted` False not as a lookup either. With `is_exact` a best copy that is lossy counts
+        as none.
         """
         with self._lock:
             count = self._shard_counts.get(namespace)
             if count is None:
                 return np.full(len(keys), GetCode.STALE, np.uint8), np.zeros(len(keys), np.uint8)
             rows = self._index.find_many(namespace, shard, keys)
+            lossy = self._table.column("lossy")
             hit = rows != NO_ROW
             for other in range(count):
-                if other != shard:
-                    hit &= self._index.find_many(namespace, other, keys) != NO_ROW
+                there = rows if other == shard else self._index.find_many(namespace, other, keys)
+                hit &= there != NO_ROW
+                if is_exact:
+                    hit &= lossy[there] == 0
             tiers = np.where(hit, self._table.column("tier")[rows], np.uint8(0))
             hits = int(np.count_nonzero(hit))
             if is_counted:

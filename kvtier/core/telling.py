@@ -83,7 +83,14 @@ class Telling:
             return
         for row in rows:
             tier = TIERS[table.tier[row]]
-            events.record(kind, tier, table.namespace[row], table.shard[row], table.key(row))
+            events.record(
+                kind,
+                tier,
+                table.namespace[row],
+                table.shard[row],
+                table.key(row),
+                lossy=bool(table.lossy[row]),
+            )
 
     def _listed_many(self, rows: npt.NDArray[np.int64]) -> ListedMany:
         return ListedMany(

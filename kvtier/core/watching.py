@@ -49,17 +49,19 @@ class Watching:
         places = np.stack(
             [
                 table.column(name)[sealed].astype(np.int64)
-                for name in ("tier", "namespace", "shard")
+                for name in ("tier", "namespace", "shard", "lossy")
             ],
             axis=1,
         )
         found = []
-        for tier, namespace, shard in np.unique(places, axis=0).tolist():
+        for tier, namespace, shard, lossy in np.unique(places, axis=0).tolist():
             if namespace not in self._open_namespaces:
                 continue
-            rows = sealed[(places == (tier, namespace, shard)).all(axis=1)]
+            rows = sealed[(places == (tier, namespace, shard, lossy)).all(axis=1)]
             keys = table.key_np[rows].tobytes()
             found.append(
-                Residency(sequence, EventKind.SNAPSHOT, Tier(tier), namespace, shard, keys)
+                Residency(
+                    sequence, EventKind.SNAPSHOT, Tier(tier), namespace, shard, keys, bool(lossy)
+                )
             )
         return found

@@ -110,7 +110,9 @@ class PagesService:
         log_trace("Lookup", request.hints.traceparent)
         place = self._place(request.handle)
         keys = parse_keys(request.keys, self._node)
-        codes, tiers = self._node.store.lookup(place.namespace, place.shard, keys)
+        codes, tiers = self._node.store.lookup(
+            place.namespace, place.shard, keys, is_exact=request.exact
+        )
         return pb.LookupResponse(
             codes=codes.tolist(), tiers=tiers.tolist(), leading_run=leading_run(codes)
         )

@@ -7,6 +7,8 @@ the store numbers stays inside: it tells when changes were lost, and that ends t
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -31,13 +33,14 @@ async def watch(node: Node, request: pb.WatchRequest, context: Any) -> None:
     """Ends with Busy when the watcher falls behind, DaemonUnavailable when the daemon drains."""
     sequence, snapshot = node.store.watching.start()
     try:
-        sender = _Sender(node, request.fingerprint, context)
+        sender = _Sender(node, request, context)
         for event in snapshot:
             await sender.send(event)
         await sender.snapshot_end()
         while True:
             node.refuse_unless_serving()
             await sender.pools()
+            await sender.alive()
             events = node.store.watching.since(sequence, _EVENTS_PER_TURN)
             for event in events:
                 await sender.send(event)
@@ -55,9 +58,11 @@ async def watch(node: Node, request: pb.WatchRequest, context: Any) -> None:
 
 
 class _Sender:
-    def __init__(self, node: Node, fingerprint: bytes, context: Any) -> None:
+    def __init__(self, node: Node, request: pb.WatchRequest, context: Any) -> None:
         self._node = node
-        self._fingerprint = fingerprint
+        self._fingerprint = request.fingerprint
+        self._alive_s = max(request.alive_ms / 1000, _POLL_S) if request.alive_ms else math.inf
+        self._sent_at = time.monotonic()
         self._context = context
         self._idle_s = node.config.limits.get_idle_ms / 1000
         self._sent = 0
@@ -84,6 +89,7 @@ class _Sender:
                     fingerprint=fingerprint,
                     shard=event.shard,
                     keys=keys,
+                    lossy=event.lossy,
                 )
             )
 
@@ -94,6 +100,16 @@ class _Sender:
                 kind=int(EventKind.SNAPSHOT_END),  # type: ignore[arg-type]
             )
         )
+
+    async def alive(self) -> None:
+        """An event for those who want one so often, if none was sent as long."""
+        if time.monotonic() - self._sent_at >= self._alive_s:
+            await self._write(
+                pb.WatchEvent(
+                    epoch=self._node.boot_id,
+                    kind=int(EventKind.ALIVE),  # type: ignore[arg-type]
+                )
+            )
 
     async def pools(self) -> None:
         """The device pools that have changed since the last call, and those that are gone."""
@@ -125,6 +141,7 @@ class _Sender:
     async def _write(self, event: pb.WatchEvent) -> None:
         self._sent += 1
         event.sequence = self._sent
+        self._sent_at = time.monotonic()
         try:
             async with asyncio.timeout(self._idle_s):
                 await self._context.write(event)

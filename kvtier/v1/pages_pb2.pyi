@@ -19,6 +19,7 @@ class WatchKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WATCH_KIND_BUMPED: _ClassVar[WatchKind]
     WATCH_KIND_POOL: _ClassVar[WatchKind]
     WATCH_KIND_POOL_GONE: _ClassVar[WatchKind]
+    WATCH_KIND_ALIVE: _ClassVar[WatchKind]
 WATCH_KIND_UNSPECIFIED: WatchKind
 WATCH_KIND_SNAPSHOT: WatchKind
 WATCH_KIND_SNAPSHOT_END: WatchKind
@@ -27,6 +28,7 @@ WATCH_KIND_REMOVED: WatchKind
 WATCH_KIND_BUMPED: WatchKind
 WATCH_KIND_POOL: WatchKind
 WATCH_KIND_POOL_GONE: WatchKind
+WATCH_KIND_ALIVE: WatchKind
 
 class OpenNamespaceRequest(_message.Message):
     __slots__ = ("session_id", "tenant", "salt", "layout", "shard", "client_name", "fingerprint")
@@ -81,14 +83,16 @@ class CallHints(_message.Message):
     def __init__(self, session: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("handle", "keys", "hints")
+    __slots__ = ("handle", "keys", "hints", "exact")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     keys: bytes
     hints: CallHints
-    def __init__(self, handle: _Optional[int] = ..., keys: _Optional[bytes] = ..., hints: _Optional[_Union[CallHints, _Mapping]] = ...) -> None: ...
+    exact: bool
+    def __init__(self, handle: _Optional[int] = ..., keys: _Optional[bytes] = ..., hints: _Optional[_Union[CallHints, _Mapping]] = ..., exact: bool = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("codes", "tiers", "leading_run")
@@ -241,13 +245,15 @@ class AdoptHandoffResponse(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("fingerprint",)
+    __slots__ = ("fingerprint", "alive_ms")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_MS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: bytes
-    def __init__(self, fingerprint: _Optional[bytes] = ...) -> None: ...
+    alive_ms: int
+    def __init__(self, fingerprint: _Optional[bytes] = ..., alive_ms: _Optional[int] = ...) -> None: ...
 
 class WatchEvent(_message.Message):
-    __slots__ = ("epoch", "sequence", "kind", "tier", "fingerprint", "shard", "keys", "pool", "session_id", "client_name")
+    __slots__ = ("epoch", "sequence", "kind", "tier", "fingerprint", "shard", "keys", "pool", "session_id", "client_name", "lossy")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +264,7 @@ class WatchEvent(_message.Message):
     POOL_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
     kind: WatchKind
@@ -268,7 +275,8 @@ class WatchEvent(_message.Message):
     pool: _page_pb2.DevicePool
     session_id: int
     client_name: str
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[WatchKind, str]] = ..., tier: _Optional[_Union[_page_pb2.Tier, str]] = ..., fingerprint: _Optional[bytes] = ..., shard: _Optional[int] = ..., keys: _Optional[bytes] = ..., pool: _Optional[_Union[_page_pb2.DevicePool, _Mapping]] = ..., session_id: _Optional[int] = ..., client_name: _Optional[str] = ...) -> None: ...
+    lossy: bool
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[WatchKind, str]] = ..., tier: _Optional[_Union[_page_pb2.Tier, str]] = ..., fingerprint: _Optional[bytes] = ..., shard: _Optional[int] = ..., keys: _Optional[bytes] = ..., pool: _Optional[_Union[_page_pb2.DevicePool, _Mapping]] = ..., session_id: _Optional[int] = ..., client_name: _Optional[str] = ..., lossy: bool = ...) -> None: ...
 
 class ReportPoolRequest(_message.Message):
     __slots__ = ("session_id", "pool", "gone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from contextlib import aclosing
 
 import numpy as np
@@ -70,3 +71,25 @@ def test_one_that_falls_behind_and_one_without_a_daemon(daemon):
                     pass
 
     asyncio.run(run())
+
+
+def test_a_stopped_daemon_is_an_error_after_the_silence_that_is_allowed(forker):
+    """A connection shows it much later; a quiet daemon that runs is none."""
+
+    async def run(daemon):
+        async with kvtier.aio.connect(daemon.url, deadline=5, plane="grpc") as kv:
+            ns = await kv.namespace(opaque(PAGE))
+            async with aclosing(kv.watch(ns.fingerprint, deadline=5, silence=1.0)) as events:
+                assert (await anext(events)).kind is ResidencyKind.SNAPSHOT_END
+                await ns.put([bytes(32)], np.zeros((1, PAGE), np.uint8))
+                assert (await anext(events)).kind is ResidencyKind.STORED
+                daemon.signal(signal.SIGSTOP)
+                async with asyncio.timeout(15):
+                    with pytest.raises(kvtier.DeadlineExceeded, match="reported nothing"):
+                        await anext(events)
+
+    with daemon_of_its_own(forker, "host.bytes=16MiB") as daemon:
+        try:
+            asyncio.run(run(daemon))
+        finally:
+            daemon.signal(signal.SIGCONT)

@@ -11,7 +11,7 @@ from raw_calls import RawClient, error_of, key_of, payload_of
 
 from kvtier.v1 import pages_pb2
 
-SNAPSHOT, SNAPSHOT_END, STORED, REMOVED, BUMPED = 1, 2, 3, 4, 5
+SNAPSHOT, SNAPSHOT_END, STORED, REMOVED, BUMPED, ALIVE = 1, 2, 3, 4, 5, 8
 
 
 def watch(client, fingerprint=b""):
@@ -73,6 +73,52 @@ def test_what_is_swept_after_a_bump_does_not_take_away_what_was_stored_since(dae
         last = next(events)
         assert (last.kind, last.keys) == (REMOVED, key_of(5))
         events.cancel()
+
+
+def test_a_watch_that_begins_while_a_sweep_runs_is_told_nothing_of_what_is_swept(daemon, client):
+    """What was bumped before is in nobody's snapshot, and the same keys are there again."""
+    old = client.open()
+    pages = [(key_of(i), payload_of(i)) for i in range(8)]
+    for _ in range(50):
+        client.put(old, pages)
+        request = pages_pb2.BumpGenerationRequest(
+            fingerprint=old.fingerprint,
+            expected_generation=old.generation,
+            token=old.generation.to_bytes(16, "big"),
+        )
+        client.call("BumpGeneration", request)
+        new = client.open()
+        client.put(new, pages)
+        with RawClient(daemon.url) as second:
+            events = watch(second, new.fingerprint)
+            seen = [next(events), next(events)]
+            is_sweeping = client.status().tiers[0].pages_sealed > 8
+            assert [event.kind for event in seen] == [SNAPSHOT, SNAPSHOT_END]
+            until = time.monotonic() + 10
+            while client.status().tiers[0].pages_sealed > 8:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            client.call("Delete", pages_pb2.DeleteRequest(handle=new.handle, keys=key_of(5)))
+            last = next(events)
+            assert (last.kind, last.keys) == (REMOVED, key_of(5))
+            events.cancel()
+        if is_sweeping:
+            return
+        old = new
+    pytest.fail("no watch began before a sweep was done")
+
+
+def test_who_asks_for_signs_of_life_gets_them(daemon, client):
+    opened = client.open()
+    request = pages_pb2.WatchRequest(fingerprint=opened.fingerprint, alive_ms=50)
+    events = client.stream("Watch", request, timeout=20)
+    seen = [next(events) for _ in range(3)]
+    assert [(e.kind, e.sequence) for e in seen] == [(SNAPSHOT_END, 1), (ALIVE, 2), (ALIVE, 3)]
+    client.put(opened, [(key_of("a"), payload_of("a"))])
+    while (event := next(events)).kind == ALIVE:
+        pass
+    assert (event.kind, event.keys) == (STORED, key_of("a"))
+    events.cancel()
 
 
 def test_a_watcher_of_everything_sees_no_gap(daemon, client):

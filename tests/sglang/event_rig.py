@@ -13,7 +13,7 @@ from kvtier import Tier
 from kvtier.packing.keys import chain_keys
 from kvtier_sglang.events.blocks import Chains
 from kvtier_sglang.events.outlet import Endpoints, Outlet
-from kvtier_sglang.events.publisher import EventPublisher, EventSource
+from kvtier_sglang.events.publisher import EventPublisher, EventSource, Waits
 from kvtier_sglang.events.wire import block_hash
 from kvtier_sglang.store import PageStore
 from tests.sglang.event_router import Router
@@ -46,7 +46,7 @@ class Told:
     routers: list[Router] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
 
-    def publish(self) -> EventPublisher:
+    def publish(self, waits: Waits | None = None) -> EventPublisher:
         source = EventSource(
             url=self.connection.url,
             families=lambda: self.store.families,
@@ -54,7 +54,7 @@ class Told:
             shards=1,
             block_tokens=PAGE,
         )
-        made = EventPublisher(source, Outlet(self.endpoints), chains=self.chains)
+        made = EventPublisher(source, Outlet(self.endpoints), chains=self.chains, waits=waits)
         self.publishers.append(made)
         return made
 

@@ -21,6 +21,11 @@ def test_pages_and_calls_by_outcome():
     put = Moved(asked=9, done=8, already=2, calls=2)
     metrics.tell(got, put, StoreState.OPEN)
     assert sample("serving") == 1
+    assert sample("events_telling") == 0
+    metrics.tell(Moved(), Moved(), StoreState.OPEN, is_telling=True)
+    assert sample("events_telling") == 1
+    metrics.tell(Moved(), Moved(), StoreState.OPEN, is_telling=False)
+    assert sample("events_telling") == 0
     metrics.tell(got, Moved(), StoreState.PAUSED)
     # Attached anew: the same counters go on.
     EngineMetrics(tp_rank=3, pp_rank=1, dp_rank=2).tell(Moved(), Moved(), StoreState.REFUSED)

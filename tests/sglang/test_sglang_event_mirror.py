@@ -107,7 +107,7 @@ def test_one_tier_says_nothing_of_the_other(mirror):
     assert media == [Medium.EXTERNAL, Medium.DISK]
     mirror.removed(HOST, 0, KEYS[0])
     assert mirror.take() == [BlockRemoved(medium=Medium.EXTERNAL, hashes=(NAMES[0],))]
-    assert mirror.all()[1:] == [told(Medium.DISK, NAMES[:1], None, TOKENS[:4])]
+    assert list(mirror.all())[1:] == [told(Medium.DISK, NAMES[:1], None, TOKENS[:4])]
 
 
 def test_what_came_and_went_between_two_turns_is_not_told(mirror):
@@ -115,7 +115,7 @@ def test_what_came_and_went_between_two_turns_is_not_told(mirror):
         mirror.stored(NVME, number, KEYS[0])
     mirror.removed(NVME, 0, KEYS[0])
     assert mirror.take() == []
-    assert mirror.all() == [AllBlocksCleared()]
+    assert list(mirror.all()) == [AllBlocksCleared()]
 
 
 def test_blocks_without_tokens_are_told_once_they_have_some(blocks):
@@ -179,12 +179,39 @@ def test_chains_are_told_to_who_listens_and_copied():
     chains.tell(tokens, None, None)
     chains.tell(tokens, ["a", "b"], "c")
     tokens[0] = 99
-    (heard,) = inbox
+    heard = inbox.take()
+    assert inbox.take() is None
     assert (list(heard.tokens), heard.hashes, heard.before) == (TOKENS, ("a", "b"), "c")
     chains.leave(inbox)
     chains.tell(tokens, ["a"], None)
-    assert len(inbox) == 1
+    assert inbox.take() is None
     assert not chains.has_listeners
+
+
+def test_pairs_of_tokens_are_told_to_nobody():
+    chains = Chains()
+    inbox = chains.listen()
+    chains.tell([(1, 2), (2, 3)], ["a"], None)
+    chains.tell([1 << 64], ["a"], None)
+    assert inbox.take() is None
+
+
+def test_what_waits_is_bounded_by_its_tokens(monkeypatch):
+    monkeypatch.setattr("kvtier_sglang.events.blocks.WAITING_TOKENS_MAX", 10)
+    chains = Chains()
+    inbox = chains.listen()
+    for number in range(4):
+        chains.tell([number] * 4, ["a"], None)
+    assert [list(inbox.take().tokens) for _ in range(len(inbox))] == [[2] * 4, [3] * 4]
+    chains.tell([7] * 11, ["a"], None)
+    assert inbox.take() is None
+
+
+@pytest.mark.parametrize("name", ["zz" * 32, "", "00", "ü"])
+def test_a_chain_with_names_that_are_none_is_no_news(blocks, name):
+    assert blocks.learn(Chain(tokens=TOKENS, hashes=[name], before=None)) == set()
+    assert blocks.learn(Chain(tokens=TOKENS, hashes=[KEYS[0].hex()], before=name)) == set()
+    assert blocks.learn(chain(TOKENS, KEYS)) == set(NAMES)
 
 
 def test_how_a_batch_is_written():

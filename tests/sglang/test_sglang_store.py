@@ -12,6 +12,7 @@ from pool_rig import PAGES, hashes, latent_pool, pool_with_heads, store_for
 
 import kvtier
 from kvtier_sglang.layouts import Ranks
+from kvtier_sglang.states import StoreState
 
 POOLS = [
     pytest.param(pool_with_heads, name, id=f"heads-{name}")
@@ -136,12 +137,16 @@ def test_a_bump_to_other_weights_makes_misses_until_the_engine_has_them(kv, daem
     pool = pool_with_heads("page_first_direct")
     store = store_for(kv, pool)
     store.set(hashes(2), [0, 1])
+    assert len(store.families) == 2
     with kvtier.connect(daemon.url) as other:
         for part in store._parts:
             other.bump_namespace(part.namespace.layout, "r2")
     for _ in range(3):
         assert store.exists(hashes(2)) == 0
         assert store.set(hashes(2), [0, 1]) == [False, False]
+        # Routers are told of nothing that this server is refused.
+        assert store.state is StoreState.REFUSED
+        assert store.families == ()
 
 
 def test_clear_deletes_and_goes_on(kv):

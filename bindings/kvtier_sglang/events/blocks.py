@@ -12,6 +12,7 @@ listens.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,9 @@ from kvtier_sglang.events.wire import block_hash
 
 __all__ = ["CHAINS", "Block", "Blocks", "Chain", "Chains"]
 
-#: Chains that wait for a listener; those over it are not told until they are asked for again.
+#: Tokens (of 8 bytes) and chains that wait for a listener; the oldest of those over it are not told
+#: until they are asked for again.
+WAITING_TOKENS_MAX: Final = 1 << 22
 _WAITING_MAX: Final = 4096
 
 
@@ -77,17 +80,20 @@ class Blocks:
 
     def _proven(self, chain: Chain) -> Iterator[tuple[int, Block]]:
         step = self.block_tokens
-        parent = None if chain.before is None else block_hash(bytes.fromhex(chain.before))
+        try:
+            before = None if chain.before is None else bytes.fromhex(chain.before)
+        except ValueError:  # no page has such a name
+            return
+        parent = None if before is None else block_hash(before)
         if parent is not None and parent not in self._known:
             return
         depth = 0 if parent is None else self._known[parent].depth + 1
-        before = None if chain.before is None else bytes.fromhex(chain.before)
         try:
             keys = chain_keys(chain.tokens, step, parent=before)
         except KvtierError:  # pairs of tokens, as EAGLE has them
             return
         for number, (key, said) in enumerate(zip(keys, chain.hashes, strict=False)):
-            if key != bytes.fromhex(said):
+            if key.hex() != said.lower():
                 return
             tokens = array("q", chain.tokens[number * step : (number + 1) * step])
             name = block_hash(key)
@@ -95,31 +101,68 @@ class Blocks:
             parent = name
 
 
+class Inbox:
+    """Chains that wait for one listener, in order. Any thread."""
+
+    def __init__(self) -> None:
+        self._chains: deque[Chain] = deque()
+        self._tokens = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def put(self, chain: Chain) -> None:
+        with self._lock:
+            self._chains.append(chain)
+            self._tokens += len(chain.tokens)
+            while self._chains and (
+                self._tokens > WAITING_TOKENS_MAX or len(self._chains) > _WAITING_MAX
+            ):
+                self._tokens -= len(self._chains.popleft().tokens)
+
+    def take(self) -> Chain | None:
+        """The oldest, None where there is none."""
+        with self._lock:
+            if not self._chains:
+                return None
+            chain = self._chains.popleft()
+            self._tokens -= len(chain.tokens)
+            return chain
+
+
 class Chains:
     """Of one process: the plugin's hooks give, publishers take."""
 
     def __init__(self) -> None:
-        self._listeners: list[deque[Chain]] = []
+        self._listeners: list[Inbox] = []
 
     @property
     def has_listeners(self) -> bool:
         return bool(self._listeners)
 
-    def listen(self) -> deque[Chain]:
-        """What is told from now on; take from the left. End it with `leave`."""
-        made: deque[Chain] = deque(maxlen=_WAITING_MAX)
+    def listen(self) -> Inbox:
+        """What is told from now on. End it with `leave`."""
+        made = Inbox()
         self._listeners = [*self._listeners, made]
         return made
 
-    def leave(self, listener: deque[Chain]) -> None:
+    def leave(self, listener: Inbox) -> None:
         self._listeners = [other for other in self._listeners if other is not listener]
 
     def tell(self, tokens: Any, hashes: Sequence[str] | None, before: str | None) -> None:
-        """`tokens` are copied if somebody listens: SGLang may change what it passed."""
-        if self._listeners and hashes:
-            chain = Chain(tokens=array("q", tokens), hashes=tuple(hashes), before=before)
-            for listener in self._listeners:
-                listener.append(chain)
+        """`tokens` are copied if somebody listens: SGLang may change what it passed. Pairs of
+        tokens, as EAGLE has them, are told to nobody.
+        """
+        if not self._listeners or not hashes:
+            return
+        try:
+            copied = array("q", tokens)
+        except (TypeError, OverflowError):
+            return
+        chain = Chain(tokens=copied, hashes=tuple(hashes), before=before)
+        for listener in self._listeners:
+            listener.put(chain)
 
 
 #: Of this process.

@@ -12,7 +12,7 @@ Pure, belongs to one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvtier import Tier
@@ -87,13 +87,17 @@ class Mirror:
             events += self._chains(medium, new)
         return events
 
-    def all(self) -> list[Event]:
-        """All that was told and still holds, for somebody who knows nothing, or wrong things."""
-        events: list[Event] = [AllBlocksCleared()]
-        for medium in Medium:
-            still = [name for name in self._told[medium] if self._is_there(medium, name)]
-            events += self._chains(medium, still)
-        return events
+    def all(self) -> Iterator[Event]:
+        """All that was told and still holds, for somebody who knows nothing, or wrong things. It is
+        read between two calls of `take`, while no blocks are learned.
+        """
+        yield AllBlocksCleared()
+        told = [
+            (medium, [name for name in self._told[medium] if self._is_there(medium, name)])
+            for medium in Medium
+        ]
+        for medium, still in told:
+            yield from self._chains(medium, still)
 
     def _is_there(self, medium: Medium, name: int) -> bool:
         return self._there[medium].get(name) == self._whole and name in self._blocks
@@ -117,7 +121,7 @@ class Mirror:
                 else:
                     there[name] = bits ^ bit
 
-    def _chains(self, medium: Medium, names: Iterable[int]) -> list[BlockStored]:
+    def _chains(self, medium: Medium, names: Iterable[int]) -> Iterator[BlockStored]:
         ends: dict[int, list[int]] = {}
         chains: list[list[int]] = []
         for name in sorted(names, key=lambda name: (self._blocks[name].depth, name)):
@@ -128,7 +132,7 @@ class Mirror:
                 chains.append(chain)
             chain.append(name)
             ends[name] = chain
-        return [self._stored(medium, chain) for chain in chains]
+        return (self._stored(medium, chain) for chain in chains)
 
     def _stored(self, medium: Medium, chain: Sequence[int]) -> BlockStored:
         return BlockStored(

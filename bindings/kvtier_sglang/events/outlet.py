@@ -18,8 +18,9 @@ to one thread at a time.
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,8 +28,9 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvtier.errors import InvalidConfigValue, MissingExtra
+from kvtier_sglang.events.paths import claimed, owners_alone
 
-__all__ = ["Endpoints", "Outlet", "now"]
+__all__ = ["Endpoints", "Outlet", "Question", "now"]
 
 _BATCHES_KEPT_MAX: Final = 10_000
 _BYTES_KEPT_MAX: Final = 64 << 20
@@ -55,9 +57,10 @@ class Endpoints:
 
     def checked(self, *, allows_network: bool, dp_rank: int) -> Endpoints:
         """Those of data parallel replica `dp_rank`: ports count up from the first one's, paths get
-        its number behind. Raises InvalidConfigValue for what cannot be bound, or can be reached
-        from other machines without `allows_network`.
+        its number behind. Raises InvalidConfigValue for what cannot be bound, can be reached from
+        other machines without `allows_network`, or is a port of another replica.
         """
+        _check_apart(self.events, self.replay, dp_rank)
         places = [
             _place(name, endpoint, allows_network, dp_rank) if endpoint else ""
             for name, endpoint in (
@@ -66,6 +69,14 @@ class Endpoints:
             )
         ]
         return Endpoints(events=places[0], replay=places[1], topic=self.topic)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Who asks, and from which number on."""
+
+    client: bytes
+    first: int
 
 
 class Outlet:
@@ -79,6 +90,8 @@ class Outlet:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._replay: Any = None
+        self._put_back: list[Question] = []
+        self._locks: list[int] = []
         self._context = zmq.Context()
         self._context.setsockopt(zmq.LINGER, _LINGER_MS)
         try:
@@ -87,6 +100,7 @@ class Outlet:
                 self._replay = self._bound(zmq.ROUTER, endpoints.replay)
         except InvalidConfigValue:
             self._context.destroy(linger=0)
+            self._unlock()
             raise
 
     def publish(self, batch: bytes) -> None:
@@ -98,40 +112,54 @@ class Outlet:
             self._kept_bytes -= len(self._kept.popleft()[1])
         self._events.send_multipart([self._topic, _bytes(self._number), batch])
 
-    def answer(self, whole: Callable[[], Sequence[bytes]]) -> None:
-        """Serves who asks now. `whole` gives the batches of all that holds."""
+    def questions(self) -> Sequence[Question]:
+        """Of those who ask now, some; the others have the next turn."""
+        asked, self._put_back = self._put_back, []
         if self._replay is None:
-            return
-        for _ in range(_REQUESTS_A_TURN_MAX):
+            return asked
+        for _ in range(_REQUESTS_A_TURN_MAX - len(asked)):
             try:
                 frames = self._replay.recv_multipart(self._zmq.NOBLOCK)
             except self._zmq.Again:
-                return
+                break
             if len(frames) == 3 and len(frames[2]) == _NUMBER_BYTES:
-                client, _, first = frames
-                try:
-                    self._send(client, self._since(int.from_bytes(first, "big"), whole))
-                except self._zmq.ZMQError:
-                    continue  # gone, or it does not take them: without the end it asks again
+                asked.append(Question(client=frames[0], first=int.from_bytes(frames[2], "big")))
+        return asked
+
+    def put_back(self, question: Question) -> None:
+        """It comes again in the next turn."""
+        self._put_back.append(question)
+
+    def answer_kept(self, question: Question) -> bool:
+        """Whether all that is wanted is kept, and sent."""
+        oldest = self._kept[0][0] if self._kept else self._number + 1
+        if not oldest <= question.first <= self._number + 1:
+            return False
+        self._send(question.client, (kept for kept in self._kept if kept[0] >= question.first))
+        return True
+
+    def answer(self, question: Question, whole: Sequence[bytes]) -> None:
+        """With the batches of all that holds."""
+        self._send(question.client, enumerate(whole, self._number + 1 - len(whole)))
 
     def close(self) -> None:
         """What was published goes out first, for a moment."""
         self._context.destroy(linger=_LINGER_MS)
+        self._unlock()
 
-    def _since(
-        self, first: int, whole: Callable[[], Sequence[bytes]]
-    ) -> Iterable[tuple[int, bytes]]:
-        oldest = self._kept[0][0] if self._kept else self._number + 1
-        if oldest <= first <= self._number + 1:
-            return [kept for kept in self._kept if kept[0] >= first]
-        batches = whole()
-        return list(enumerate(batches, self._number + 1 - len(batches)))
+    def _unlock(self) -> None:
+        for lock in self._locks:
+            os.close(lock)
+        self._locks.clear()
 
     def _send(self, client: bytes, numbered: Iterable[tuple[int, bytes]]) -> None:
-        for number, batch in numbered:
-            message = [client, b"", self._topic, _bytes(number), batch]
-            self._replay.send_multipart(message, self._zmq.NOBLOCK)
-        self._replay.send_multipart([client, b"", b"", _END, b""], self._zmq.NOBLOCK)
+        try:
+            for number, batch in numbered:
+                message = [client, b"", self._topic, _bytes(number), batch]
+                self._replay.send_multipart(message, self._zmq.NOBLOCK)
+            self._replay.send_multipart([client, b"", b"", _END, b""], self._zmq.NOBLOCK)
+        except self._zmq.ZMQError:
+            return  # gone, or it does not take them: without the end it asks again
 
     def _bound(self, kind: int, endpoint: str) -> Any:
         zmq = self._zmq
@@ -142,9 +170,14 @@ class Outlet:
         if endpoint.startswith("tcp://["):
             socket.setsockopt(zmq.IPV6, 1)
         try:
-            socket.bind(endpoint)
             if endpoint.startswith("ipc://"):
-                Path(endpoint.removeprefix("ipc://")).chmod(0o600)
+                path = Path(endpoint.removeprefix("ipc://"))
+                self._locks.append(claimed(path))
+                with owners_alone():
+                    socket.bind(endpoint)
+                path.chmod(0o600)
+            else:
+                socket.bind(endpoint)
         except (zmq.ZMQError, OSError) as error:
             raise InvalidConfigValue(
                 f"KV events cannot be served at {endpoint}: {error}",
@@ -188,6 +221,24 @@ def _place(name: str, endpoint: str, allows_network: bool, dp_rank: int) -> str:
         )
     shown = f"[{host}]" if ":" in host else host
     return f"tcp://{shown}:{port + dp_rank}"
+
+
+def _check_apart(events: str, replay: str, dp_rank: int) -> None:
+    """Ports that count up meet those of the other kind. How many replicas there are nobody says:
+    the first one that would take a port of another is refused.
+    """
+    if not events.startswith("tcp://") or not replay.startswith("tcp://"):
+        return
+    try:
+        apart = abs((urlsplit(events).port or 0) - (urlsplit(replay).port or 0))
+    except ValueError:
+        return  # no endpoint, which is said elsewhere
+    if apart <= dp_rank:
+        raise InvalidConfigValue(
+            f"kvtier_events_endpoint and kvtier_events_replay_endpoint are {apart} ports apart, "
+            f"and replica {dp_rank} of data parallelism would have a port of another one",
+            remedy="put them further apart than there are replicas, as 5557 and 5657",
+        )
 
 
 def _is_loopback(host: str) -> bool:

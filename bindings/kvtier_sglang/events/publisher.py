@@ -3,7 +3,8 @@
 Promise: a router that takes every batch, and asks for those it missed, believes in what the daemon
 holds, at most a moment late; in doubt it is told less. When a watch ends (the daemon went, or told
 that events were lost) the next one begins with a snapshot, and the difference is told; where there
-is none within a second, everything is told as removed until there is.
+is none within a second, everything is told as removed until there is. So it is when the daemon
+gives no sign of life for a second: it has been stopped.
 
 All of it is done in a thread of its own, which no call of SGLang waits for.
 """
@@ -14,36 +15,51 @@ import asyncio
 import logging
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import kvtier
 from kvtier.client import AsyncConnection, ResidencyKind
 from kvtier_sglang.border import kept_inside
-from kvtier_sglang.events.blocks import CHAINS, Blocks, Chain, Chains
+from kvtier_sglang.events.batches import batches
+from kvtier_sglang.events.blocks import CHAINS, Blocks, Chains, Inbox
 from kvtier_sglang.events.mirror import Mirror
 from kvtier_sglang.events.outlet import Endpoints, Outlet, now
-from kvtier_sglang.events.wire import AllBlocksCleared, BlockStored, Event, encode
+from kvtier_sglang.events.wire import AllBlocksCleared, Event, encode
 from kvtier_sglang.options import Options
 
-__all__ = ["EventPublisher", "EventSource", "publisher_for"]
+__all__ = ["EventPublisher", "EventSource", "Waits", "publisher_for"]
 
 log = logging.getLogger(__name__)
 
-#: Of which the tokens are kept, some 130 MB with 64 tokens a block; what is beyond is not told.
+#: Of which the tokens are kept, some 235 MB with 64 tokens a block; what is beyond is not told.
 BLOCKS_MAX: Final = 1 << 18
 _TURN_S: Final = 0.05
-#: How long a router may believe in what nobody vouches for.
-GRACE_S: Final = 1.0
-_RETRY_S: Final = 0.2
+#: Of a turn, for learning of prompts; what is left of them waits for the next.
+_LEARNING_S: Final = 0.1
 _SNAPSHOT_S: Final = 10.0
 #: An empty batch shows a subscriber that nothing is missing.
 _QUIET_S: Final = 5.0
-_BLOCKS_A_BATCH_MAX: Final = 4096
+#: Between the pieces of a long answer: the interpreter is SGLang's, too.
+_BREATH_S: Final = 0.002
 _END_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """In seconds. `silence` of the daemon's, and `grace` between two watches: how long a router may
+    believe in what nobody vouches for. A publisher that failed begins anew after `restart`, twice
+    as long each time, up to `restart_max`.
+    """
+
+    silence: float = 1.0
+    grace: float = 1.0
+    retry: float = 0.2
+    restart: float = 1.0
+    restart_max: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,46 +73,81 @@ class EventSource:
     parts: int
     shards: int
     block_tokens: int
+    #: Copies that the daemon has rounded are told, too.
+    takes_lossy: bool = False
     dp_rank: int = 0
 
 
 class EventPublisher:
-    """Begins at once. Close it; `outlet` is closed with it."""
+    """Begins at once. Close it; `outlet` is closed with it. An error in it costs what it knows, and
+    a wait: then it begins anew.
+    """
 
-    def __init__(self, source: EventSource, outlet: Outlet, *, chains: Chains = CHAINS) -> None:
+    def __init__(
+        self,
+        source: EventSource,
+        outlet: Outlet,
+        *,
+        chains: Chains = CHAINS,
+        waits: Waits | None = None,
+    ) -> None:
         self._source = source
         self._outlet = outlet
         self._chains = chains
-        self._blocks = Blocks(source.block_tokens, blocks_max=BLOCKS_MAX)
-        self._mirror = Mirror(self._blocks, objects=source.parts * source.shards)
+        self._waits = waits or Waits()
         self._ending = threading.Event()
-        self._families: Sequence[bytes] = ()
-        self._watches: list[asyncio.Task[None]] = []
-        #: Parts of which nobody vouches for what is known, and since when.
-        self._unsure: dict[int, float] = {}
         self._published_at = 0.0
+        self._begin_anew()
         self._thread = threading.Thread(target=self._run, name="kvtier-events", daemon=True)
         self._thread.start()
+
+    @property
+    def is_telling(self) -> bool:
+        """Routers are told of every part, and nothing of it is in doubt. Any thread."""
+        return self._thread.is_alive() and len(self._vouched) == self._source.parts
 
     def close(self) -> None:
         """Everything is told as removed."""
         self._ending.set()
         self._thread.join(_END_S)
 
+    def _begin_anew(self) -> None:
+        """With nothing that was known before: an error may have left it half done."""
+        self._blocks = Blocks(self._source.block_tokens, blocks_max=BLOCKS_MAX)
+        self._mirror = Mirror(self._blocks, objects=self._source.parts * self._source.shards)
+        self._families: Sequence[bytes] = ()
+        self._watches: list[asyncio.Task[None]] = []
+        #: Parts of which a watch has told all that is there, and tells what changes.
+        self._vouched: set[int] = set()
+        #: Parts of which nobody vouches for what is known, and since when.
+        self._unsure: dict[int, float] = {}
+        #: All that holds, since what was told last; and when it may be made again.
+        self._whole: list[bytes] | None = None
+        self._whole_at = 0.0
+
     def _run(self) -> None:
         learning = self._chains.listen()
+        wait = self._waits.restart
         try:
-            with kept_inside("publishing KV events", self._give_up):
-                asyncio.run(self._serve(learning))
+            while not self._ending.is_set():
+                began = time.monotonic()
+                with kept_inside("publishing KV events", self._withdraw):
+                    asyncio.run(self._serve(learning))
+                if time.monotonic() - began > self._waits.restart_max:
+                    wait = self._waits.restart
+                self._ending.wait(wait)
+                wait = min(2 * wait, self._waits.restart_max)
         finally:
             self._chains.leave(learning)
             self._outlet.close()
 
-    def _give_up(self) -> None:
-        """Nobody would tell of what goes from now on."""
-        self._publish([AllBlocksCleared()])
+    def _withdraw(self) -> None:
+        """Nobody tells of what goes until it begins anew."""
+        self._begin_anew()
+        with kept_inside("withdrawing KV events"):
+            self._publish([AllBlocksCleared()])
 
-    async def _serve(self, learning: deque[Chain]) -> None:
+    async def _serve(self, learning: Inbox) -> None:
         self._publish([AllBlocksCleared()])
         async with kvtier.aio.connect(self._source.url, plane="grpc") as connection:
             try:
@@ -107,20 +158,50 @@ class EventPublisher:
                 await self._follow(connection, ())
                 self._tell()
 
-    async def _turn(self, connection: AsyncConnection, learning: deque[Chain]) -> None:
+    async def _turn(self, connection: AsyncConnection, learning: Inbox) -> None:
         families = self._source.families()
         if families != self._families:
             await self._follow(connection, families)
-        for _ in range(len(learning)):
-            self._mirror.learned(self._blocks.learn(learning.popleft()))
+        self._learn(learning)
         at = time.monotonic()
-        for part in [part for part, since in self._unsure.items() if at - since > GRACE_S]:
+        grace = self._waits.grace
+        for part in [part for part, since in self._unsure.items() if at - since > grace]:
             del self._unsure[part]
             self._nothing_of(part)
         self._tell()
-        self._outlet.answer(self._whole)
+        await self._answer()
         if at - self._published_at > _QUIET_S:
             self._publish([])
+
+    def _learn(self, learning: Inbox) -> None:
+        ends = time.monotonic() + _LEARNING_S
+        while time.monotonic() < ends and (chain := learning.take()) is not None:
+            with kept_inside("learning of a prompt"):
+                self._mirror.learned(self._blocks.learn(chain))
+
+    async def _answer(self) -> None:
+        """Serves who asks. All that holds is made once for all who want it until more is told, and
+        takes half of the time at most.
+        """
+        for question in self._outlet.questions():
+            if self._outlet.answer_kept(question):
+                continue
+            if self._whole is None:
+                if time.monotonic() < self._whole_at:
+                    self._outlet.put_back(question)
+                    continue
+                await self._make_whole()
+            self._outlet.answer(question, self._whole or ())
+            await asyncio.sleep(_BREATH_S)
+
+    async def _make_whole(self) -> None:
+        """What goes meanwhile is told as removed after it: nothing is told while it is made."""
+        began, made = time.monotonic(), []
+        for events in batches(self._mirror.all()):
+            made.append(self._encoded(events))
+            await asyncio.sleep(_BREATH_S)
+        self._whole = made
+        self._whole_at = 2 * time.monotonic() - began
 
     async def _follow(self, connection: AsyncConnection, families: Sequence[bytes]) -> None:
         """From now on these families are what is served."""
@@ -137,29 +218,42 @@ class EventPublisher:
         ]
 
     async def _watch(self, connection: AsyncConnection, part: int, fingerprint: bytes) -> None:
+        """Again and again, whatever ends it. Of a silent daemon nothing is believed at once: it has
+        had its time.
+        """
         while True:
-            try:
-                await self._read(connection, part, fingerprint)
-            except kvtier.KvtierError as error:
-                log.debug("kvtier: watching again: %s", str(error))
+            with kept_inside("watching for KV events"):
+                try:
+                    await self._read(connection, part, fingerprint)
+                except kvtier.DeadlineExceeded as error:
+                    log.debug("kvtier: watching again: %s", str(error))
+                    self._nothing_of(part)
+                except kvtier.KvtierError as error:
+                    log.debug("kvtier: watching again: %s", str(error))
+            self._vouched.discard(part)
             self._unsure.setdefault(part, time.monotonic())
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(self._waits.retry)
 
     async def _read(self, connection: AsyncConnection, part: int, fingerprint: bytes) -> None:
         """Until the stream ends, which it does with an error."""
         first = part * self._source.shards
         found: dict[int, dict[kvtier.Tier, bytearray]] = defaultdict(lambda: defaultdict(bytearray))
-        async with aclosing(connection.watch(fingerprint, deadline=_SNAPSHOT_S)) as events:
+        watching = connection.watch(fingerprint, deadline=_SNAPSHOT_S, silence=self._waits.silence)
+        async with aclosing(watching) as events:
             async for event in events:
                 number = first + event.shard
                 if event.kind is ResidencyKind.SNAPSHOT_END:
                     for shard in range(self._source.shards):
                         self._mirror.is_just(first + shard, found.pop(shard, {}))
                     self._unsure.pop(part, None)
+                    self._vouched.add(part)
                 elif event.kind is ResidencyKind.BUMPED:
                     self._nothing_of(part)
+                    self._vouched.add(part)
                 elif event.tier is None or event.shard >= self._source.shards:
                     continue
+                elif event.lossy and not self._source.takes_lossy:
+                    continue  # a get of this server does not take it
                 elif event.kind is ResidencyKind.SNAPSHOT:
                     found[event.shard][event.tier] += event.keys
                 elif event.kind is ResidencyKind.STORED:
@@ -168,57 +262,22 @@ class EventPublisher:
                     self._mirror.removed(event.tier, number, event.keys)
 
     def _nothing_of(self, part: int) -> None:
+        self._vouched.discard(part)
         for shard in range(self._source.shards):
             self._mirror.is_just(part * self._source.shards + shard, {})
 
     def _tell(self) -> None:
-        for events in _batches(self._mirror.take()):
+        for events in batches(self._mirror.take()):
             self._publish(events)
 
-    def _whole(self) -> list[bytes]:
-        return [self._encoded(events) for events in _batches(self._mirror.all())]
-
     def _publish(self, events: Sequence[Event]) -> None:
+        if events:
+            self._whole = None
         self._outlet.publish(self._encoded(events))
         self._published_at = time.monotonic()
 
     def _encoded(self, events: Sequence[Event]) -> bytes:
         return encode(events, stamp=now(), dp_rank=self._source.dp_rank)
-
-
-def _batches(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """In order, some thousand blocks each. A chain is cut where it is longer."""
-    batch: list[Event] = []
-    blocks = 0
-    for event in _cut(events):
-        size = 1 if isinstance(event, AllBlocksCleared) else len(event.hashes)
-        if batch and blocks + size > _BLOCKS_A_BATCH_MAX:
-            yield batch
-            batch, blocks = [], 0
-        batch.append(event)
-        blocks += size
-    if batch:
-        yield batch
-
-
-def _cut(events: Sequence[Event]) -> Iterator[Event]:
-    for event in events:
-        if isinstance(event, AllBlocksCleared):
-            yield event
-            continue
-        for begin in range(0, len(event.hashes), _BLOCKS_A_BATCH_MAX):
-            hashes = event.hashes[begin : begin + _BLOCKS_A_BATCH_MAX]
-            if isinstance(event, BlockStored):
-                yield replace(
-                    event,
-                    hashes=hashes,
-                    parent=event.hashes[begin - 1] if begin else event.parent,
-                    tokens=event.tokens[begin * event.block_tokens :][
-                        : len(hashes) * event.block_tokens
-                    ],
-                )
-            else:
-                yield replace(event, hashes=hashes)
 
 
 def publisher_for(source: EventSource, options: Options) -> EventPublisher:

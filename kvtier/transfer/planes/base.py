@@ -52,8 +52,15 @@ class Plane(Protocol):
     async def close_session(self, session_id: int, deadline: Deadline) -> None: ...
 
     async def lookup(
-        self, handle: int, keys: Sequence[bytes], hints: Hints, deadline: Deadline
-    ) -> LookupReply: ...
+        self,
+        handle: int,
+        keys: Sequence[bytes],
+        hints: Hints,
+        deadline: Deadline,
+        *,
+        is_exact: bool = False,
+    ) -> LookupReply:
+        """With `is_exact` pages of which the best copy is lossy are misses."""
 
     async def get(self, query: GetQuery, sink: PageSink, deadline: Deadline) -> None:
         """Delivers to `sink`. When it raises, pages that were completed before stay so."""
@@ -121,11 +128,13 @@ class Plane(Protocol):
         time in all: DeadlineExceeded when the daemon says nothing for `silence_s`. Raises Busy.
         """
 
-    def watch(self, fingerprint: bytes, deadline: Deadline) -> AsyncGenerator[Residency, None]:
+    def watch(
+        self, fingerprint: bytes, deadline: Deadline, *, silence_s: float | None = None
+    ) -> AsyncGenerator[Residency, None]:
         """What is there of a family, then every change, in order and without a gap; closing the
         generator ends the call. `deadline` is for all until SNAPSHOT_END, after that it may take
         any time. Raises Busy when the reader falls behind, DaemonUnavailable when the daemon goes,
-        or when something was lost.
+        or when something was lost; DeadlineExceeded when it gives no sign of life for `silence_s`.
         """
 
     async def list_quarantine(self, deadline: Deadline) -> tuple[QuarantinedPage, ...]:

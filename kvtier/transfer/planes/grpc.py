@@ -16,7 +16,6 @@ Belongs to the event loop of its first call.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ import grpc
 import grpc.aio
 
 from kvtier.core.page import PageRef, Tier
-from kvtier.errors import DaemonUnavailable, DeadlineExceeded
+from kvtier.errors import DaemonUnavailable
 from kvtier.transfer import rpc
 from kvtier.transfer.messages import layout_to_proto, pool_to_proto, shard_to_proto
 from kvtier.transfer.planes.deadline import Deadline
@@ -36,9 +35,9 @@ from kvtier.transfer.planes.grpc_values import (
     progress_from_proto,
     quarantine_from_proto,
     ref_to_proto,
-    residencies_from_proto,
     status_from_proto,
 )
+from kvtier.transfer.planes.grpc_watch import next_report, watch
 from kvtier.transfer.planes.streams import GetRun, PutRun
 from kvtier.transfer.planes.values import (
     Capabilities,
@@ -56,7 +55,6 @@ from kvtier.transfer.planes.values import (
     PutReply,
     QuarantinedPage,
     Residency,
-    ResidencyKind,
     Status,
     VerifyProgress,
 )
@@ -109,10 +107,16 @@ class GrpcPlane:
         await self._pages("CloseSession", request, deadline)
 
     async def lookup(
-        self, handle: int, keys: Sequence[bytes], hints: Hints, deadline: Deadline
+        self,
+        handle: int,
+        keys: Sequence[bytes],
+        hints: Hints,
+        deadline: Deadline,
+        *,
+        is_exact: bool = False,
     ) -> LookupReply:
         request = pages_pb2.LookupRequest(
-            handle=handle, keys=b"".join(keys), hints=_call_hints(hints)
+            handle=handle, keys=b"".join(keys), hints=_call_hints(hints), exact=is_exact
         )
         answer = await self._pages("Lookup", request, deadline)
         codes = _codes(answer.codes, len(keys))
@@ -262,7 +266,7 @@ class GrpcPlane:
                 async with self._channel.until(within) as seconds:
                     if call is None:
                         call = self._channel.callable(rpc.ADMIN, "Verify")(request)
-                    report = await _next_report(call, seconds)
+                    report = await next_report(call, seconds)
                 if report is grpc.aio.EOF:
                     return
                 yield progress_from_proto(parsed(report))
@@ -270,25 +274,10 @@ class GrpcPlane:
             if call is not None:
                 call.cancel()
 
-    async def watch(
-        self, fingerprint: bytes, deadline: Deadline
+    def watch(
+        self, fingerprint: bytes, deadline: Deadline, *, silence_s: float | None = None
     ) -> AsyncGenerator[Residency, None]:
-        call, count, within = None, 0, deadline
-        try:
-            while True:
-                async with self._channel.until(within) as seconds:
-                    if call is None:
-                        request = pages_pb2.WatchRequest(fingerprint=fingerprint)
-                        call = self._channel.callable(rpc.PAGES, "Watch")(request)
-                    event = parsed(await _next_report(call, seconds))
-                count += 1
-                for change in residencies_from_proto(event, count):
-                    if change.kind is ResidencyKind.SNAPSHOT_END:
-                        within = Deadline(math.inf)
-                    yield change
-        finally:
-            if call is not None:
-                call.cancel()
+        return watch(self._channel, fingerprint, deadline, silence_s=silence_s)
 
     async def list_quarantine(self, deadline: Deadline) -> tuple[QuarantinedPage, ...]:
         answer = await self._admin("ListQuarantine", admin_pb2.ListQuarantineRequest(), deadline)
@@ -353,17 +342,6 @@ class GrpcPlane:
                 raise
             finally:
                 call.cancel()
-
-
-async def _next_report(call: Any, seconds: float) -> Any:
-    try:
-        async with asyncio.timeout(seconds):
-            return await call.read()
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"the daemon has reported nothing for {seconds:g} s",
-            remedy="see whether it is stopped or overloaded; raise `deadline`",
-        ) from None
 
 
 def _call_hints(hints: Hints) -> pages_pb2.CallHints:

@@ -137,6 +137,7 @@ def residencies_from_proto(event: pages_pb2.WatchEvent, sequence: int) -> list[R
             shard=event.shard,
             keys=event.keys,
             epoch=event.epoch,
+            lossy=event.lossy,
         )
         for kind in kinds
     ]

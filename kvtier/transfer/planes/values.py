@@ -224,6 +224,8 @@ class Residency:
     shard: int
     keys: bytes
     epoch: int
+    #: A codec has rounded these copies: a get without `lossy_ok` does not take them.
+    lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

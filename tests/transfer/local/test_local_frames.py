@@ -174,6 +174,15 @@ def test_a_write_beyond_its_bounds_is_refused(name: str) -> None:
         decode(msgpack.packb({**fields, name: more}))
 
 
+@pytest.mark.parametrize("name", [*COLUMNS, "known", "returned"])
+def test_a_write_with_a_part_of_a_value_is_refused(name: str) -> None:
+    """The daemon cuts them without looking."""
+    fields = msgpack.unpackb(encode(longest_write()))
+    for wrong in (fields[name][:-1], fields[name][:1]):
+        with pytest.raises(InvalidFrame, match=name):
+            decode(msgpack.packb({**fields, name: wrong}))
+
+
 @pytest.mark.parametrize("name", COLUMNS)
 def test_columns_of_different_lengths_are_refused(name: str) -> None:
     fields = msgpack.unpackb(encode(FRAMES[4]))
