@@ -64,7 +64,25 @@ def test_compare(bench, results):
     most = max(points, key=abs)
     assert f"{abs(most):.2f} points {'more' if most > 0 else 'less'} than A" in out[-1]
     same = bench("compare", a, a).out
-    assert same.splitlines()[-1] == "All 2 rows have the same hit ratio."
+    whole = "All 2 rows have the same hit ratio, and the same of every other ratio."
+    assert same.splitlines()[-1] == whole
+
+
+def test_compare_calls_nothing_the_same_that_is_not(bench, results, tmp_path):
+    a, b, other = results[0], tmp_path / "b.json", json.loads(results[0].read_text())
+    row = other["results"][1]
+    row["tiers"]["host"]["hit_ratio"] -= 0.05
+    b.write_text(json.dumps(other))
+    last = bench("compare", a, b).out.splitlines()[-1]
+    assert last.startswith("All 2 rows have the same hit ratio, but not all other ratios: host ")
+    assert "differs by 5.00 points (lru, host=" in last
+    # Rows of one name: the change in the first of them is not lost.
+    other["results"][1] = json.loads(json.dumps(other["results"][0]))
+    a = tmp_path / "a.json"
+    a.write_text(json.dumps(other))
+    other["results"][0]["hit_ratio"]["cold"] += 0.1
+    b.write_text(json.dumps(other))
+    assert bench("compare", a, b).out.splitlines()[-1].startswith("B finds 10.00 points more")
 
 
 def test_compare_refuses_what_is_no_result_by_name(bench, results, trace):
