@@ -6,11 +6,11 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any, Final
 
 from kvtier.bench.advise import Advice, Choice, Wish, advise
 from kvtier.bench.bounds import ceiling
+from kvtier.bench.caches import without_numba
 from kvtier.bench.capacity import Sizes, parse_tiers
 from kvtier.bench.errors import BenchInput
 from kvtier.bench.figures import ratios
@@ -151,7 +151,7 @@ def _check_bought(
 
 def _guess(trace: Trace) -> Callable[[float], int] | None:
     """None without numba: the search takes longer."""
-    if find_spec("numba") is None:
+    if without_numba() is not None:
         return None
     return cache(partial(smallest_lru, trace))
 
