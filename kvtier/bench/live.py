@@ -1,11 +1,12 @@
 """A trace against a running daemon: what it finds there, whether every byte is right, how fast.
 
 Each request asks for the pages of its blocks, takes those up to the first that is not there, checks
-every byte of them, and puts the rest: an engine without a cache of its own. A page's bytes follow
-from its key alone (a fixed random pattern, each word mixed with the key), so a page of another key,
-a shifted or a torn one differs nearly everywhere. Before a get every byte of what it is to fill is
-another one than it has to be, so a byte that was not written is a wrong one. The namespace is made
-for the run and deleted after it, however it ended, so it begins cold whatever the daemon holds.
+every byte of all that came, and puts the rest: an engine without a cache of its own. A page's bytes
+follow from its key alone (a fixed random pattern, each word mixed with the key), so a page of
+another key, a shifted or a torn one differs nearly everywhere. Before a get every byte of what it
+is to fill is another one than it has to be, so a byte that was not written is a wrong one. The
+namespace is made for the run and deleted after it, however it ended, so it begins cold whatever the
+daemon holds.
 
 A daemon that stops answering ends the run; what was found until then is kept. One thread.
 """
@@ -235,8 +236,9 @@ class _Engine:
             began = time.monotonic()
             got = self._pages.get(part, out=self._buffer[: len(part)])
             get_s += time.monotonic() - began
-            self._count("get", got.reasons, _GONE)
-            self._check(part[: got.prefix])
+            reasons = got.reasons
+            self._count("get", reasons, _GONE)
+            self._check(part, reasons)
             below += sum(item.tier is Tier.NVME for item in got[: got.prefix])
             found += got.prefix
             if got.prefix < len(part):
@@ -271,9 +273,12 @@ class _Engine:
             if code in gone:
                 raise _Gone(f"the daemon stopped serving: {call} answered {code.name}")
 
-    def _check(self, keys: Sequence[bytes]) -> None:
+    def _check(self, keys: Sequence[bytes], reasons: Sequence[GetCode]) -> None:
+        """Of all hits, those behind the first page that is not there too."""
         run = self.run
-        for number, key in enumerate(keys):
+        for number, (key, reason) in enumerate(zip(keys, reasons, strict=True)):
+            if reason is not GetCode.HIT:
+                continue
             run.pages_checked += 1
             wrong = self._buffer[number].view(np.uint64) ^ self._pattern
             if bool((wrong != _word(key)).any()):

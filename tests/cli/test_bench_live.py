@@ -197,6 +197,25 @@ def test_a_get_that_reads_wrongly_is_found(small, monkeypatch, reads, wrong):
     assert done.pages_stored == 10
 
 
+def test_a_hit_behind_a_page_that_is_not_there_is_checked_too(small, monkeypatch):
+    get, reasons = Namespace.get, GetResult.reasons.fget
+
+    def bad(self, keys, *, out):
+        found = get(self, keys, out=out)
+        out[-1] = 0
+        return found
+
+    def hole(self):
+        found = reasons(self)
+        return [GetCode.MISS, *found[1:]]
+
+    monkeypatch.setattr(Namespace, "get", bad)
+    monkeypatch.setattr(GetResult, "reasons", property(hole))
+    trace = build([(0, list(range(10)))] * 2)
+    done = run_live(trace, LiveOptions(url=small().url, page_bytes=8192))
+    assert (done.pages_checked, done.wrong) == (9, 1)
+
+
 def test_wrong_bytes_are_exit_code_1(live, small, monkeypatch):
     get = Namespace.get
 
