@@ -1,9 +1,11 @@
 """The cheapest tiers that reach a hit ratio, by replaying a trace at one size after another.
 
-A tier's hits never fall when it grows (with LRU that is so; other policies come close), so for each
-choice of tiers the smallest size is found by halving, from the fastest tier to the slowest; sizes
-of upper tiers above their smallest are tried too as long as they alone cost less than the best
-choice so far. Every size that is named was replayed. One thread.
+For each choice of tiers the smallest size of a tier is found by halving, from the fastest tier to
+the slowest, as if its hits never fell when it grows (with LRU in one tier that is so; otherwise it
+comes close, and what is found may not be the smallest). Sizes of upper tiers above their smallest
+are tried too as long as they alone cost less than the best so far: each half as large again as the
+one before, then between the neighbours of the best, so that a better one elsewhere may be missed.
+Every size that is named was replayed. One thread.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
+
+import numpy as np
 
 from kvtier.bench.prices import memory_cost
 from kvtier.bench.replay import SimTier
@@ -21,7 +26,9 @@ __all__ = ["Advice", "Choice", "Search", "Wish", "advise"]
 #: A size is not taken for the smallest before one that is this much smaller was too small.
 _NEAR: Final = 1.02
 #: How much larger the next size of an upper tier is that is tried.
-_STEP: Final = 2.0
+_STEP: Final = 1.5
+#: In how many parts the way to a neighbour of the best is divided.
+_PARTS: Final = 3
 _ROUNDING: Final = 1e-12
 
 Slots = dict[SimTier, int]
@@ -78,8 +85,7 @@ def advise(wish: Wish, measure: Measure) -> Advice:
     search = Search(wish, measure)
     found: list[Choice] = []
     for tiers in _tier_sets(wish):
-        limit = min((choice.cost for choice in found), default=math.inf)
-        choice = search.cheapest(tiers, {}, limit)
+        choice = search.cheapest(tiers, {}, math.inf)
         if choice is not None:
             found.append(choice)
     found.sort(key=lambda choice: choice.cost)
@@ -118,15 +124,17 @@ class Search:
         if not rest:
             choice = self._at({**above, tier: size})
             return choice if choice.cost < limit else None
+        tried: list[int] = []
         found: Choice | None = None
         for upper in self._sizes(tier, size):
+            tried.append(upper)
             slots = {**above, tier: upper}
             if self._wish.cost(slots) >= limit:
                 break
             below = self.cheapest(rest, slots, limit)
             if below is not None:
                 found, limit = below, below.cost
-        return found
+        return None if found is None else self._refined(tiers, above, found, tried)
 
     def _sizes(self, tier: SimTier, size: int) -> Iterator[int]:
         """Those of an upper tier to try."""
@@ -136,6 +144,24 @@ class Search:
         while size < self._wish.most[tier]:
             size = min(self._wish.most[tier], max(size + 1, int(size * _STEP)))
             yield size
+
+    def _refined(
+        self, tiers: tuple[SimTier, ...], above: Slots, found: Choice, tried: list[int]
+    ) -> Choice:
+        """The best with a size of the first of `tiers` between the neighbours of the one found
+        among those tried: parts of the way to each are tried, then parts of what is left."""
+        tier, rest = tiers[0], tiers[1:]
+        while True:
+            best = found.slots[tier]
+            at = tried.index(best)
+            between = _between(tried[max(0, at - 1) : at + 2])
+            if not between:
+                return found
+            for upper in between:
+                slots = {**above, tier: upper}
+                if self._wish.cost(slots) < found.cost:
+                    found = self.cheapest(rest, slots, found.cost) or found
+            tried = sorted({*tried, *between})
 
     def _smallest(self, tier: SimTier, above: Slots, *, is_last: bool) -> int | None:
         """The smallest size of a tier that reaches its targets; None: the largest does not."""
@@ -194,6 +220,16 @@ class Search:
             if self.best is None or found.hit_ratio > self.best.hit_ratio:
                 self.best = found
         return found
+
+
+def _between(sizes: list[int]) -> list[int]:
+    """Sizes in equal steps of ratio from each of these to the next, but for those that are near."""
+    found = []
+    for low, high in pairwise(sizes):
+        if high > max(low + 1, int(low * _NEAR)):
+            steps = np.geomspace(max(1, low), high, _PARTS + 1)[1:-1]
+            found += sorted({round(size) for size in steps.tolist()} - {low, high})
+    return found
 
 
 def _order(tier: SimTier) -> int:

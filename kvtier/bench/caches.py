@@ -1,8 +1,10 @@
-"""Makes the cache of a policy: with compiled loops where there are some and numba can be used. Both
-kinds have the same outcome. Any thread.
+"""Whether numba can be used; and the cache of a policy, with compiled loops where there are some
+and it can: both kinds have the same outcome. Any thread.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +12,18 @@ import numpy.typing as npt
 from kvtier.bench.cache import Cache
 from kvtier.packing.optional_code import load_optional
 
-__all__ = ["make_cache"]
+__all__ = ["NUMBA_REMEDY", "make_cache", "without_numba"]
+
+NUMBA_REMEDY: Final = "pip install 'kvtier[bench]', and leave NUMBA_DISABLE_JIT unset"
+
+
+def without_numba() -> str | None:
+    """Why numba cannot be used, or None."""
+    try:
+        load_optional("kvtier.packing.jit_numba")
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def make_cache(parent: npt.NDArray[np.int32], slots: int, policy: str) -> Cache:

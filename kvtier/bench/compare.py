@@ -1,7 +1,7 @@
 """Two results of `kvtier bench hit-ratio --json`, row by row. Pure but for reading the files.
 
-Rows are paired that replayed the same thing; of those left over, rows of one size are paired in
-their order (so a policy can be compared with another); the rest is named as missing.
+Rows are paired that replayed the same thing, by exact numbers; of those left over, rows of one size
+are paired in their order (so a policy can be compared with another); the rest is named as missing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ _REMEDY: Final = "name two files that `kvtier bench hit-ratio --json` of this ve
 #: Of the ratios of a row: by where they lie in it.
 _RATIOS: Final = ("cold", "second_half", "request_mean", "block_weighted")
 _TIERS: Final = ("gpu", "host", "nvme")
+#: Of a fleet, beside its router and sizes: field and word.
+_ROUTING: Final = {"rate_tokens_per_s": "rate", "shared_cost": "shared cost"}
+_ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,7 @@ def load_result(path: Path) -> dict[str, Any]:
             _ratios(row)
             _name(row)
         _facts(document)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise BenchInput(
             f"{path}: a damaged result ({type(error).__name__}: {error})", remedy=_REMEDY
         ) from error
@@ -83,7 +86,7 @@ def load_result(path: Path) -> dict[str, Any]:
 def compare(a: dict[str, Any], b: dict[str, Any]) -> Comparison:
     """Of two documents that `load_result` has given."""
     rows_a, rows_b = list(a["results"]), list(b["results"])
-    pairs = [*_pair(rows_a, rows_b, _name), *_pair(rows_a, rows_b, _size)]
+    pairs = [*_pair(rows_a, rows_b, _replayed), *_pair(rows_a, rows_b, _sizes)]
     facts_a, facts_b = _facts(a), _facts(b)
     return Comparison(
         pairs=pairs,
@@ -98,12 +101,12 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> Comparison:
 
 
 def _pair(
-    rows_a: list[dict[str, Any]], rows_b: list[dict[str, Any]], name: Callable[[Any], str]
+    rows_a: list[dict[str, Any]], rows_b: list[dict[str, Any]], key: Callable[[Any], object]
 ) -> Iterator[Pair]:
-    """Takes rows of one name out of both lists."""
+    """Takes rows of one key out of both lists."""
     for row_a in list(rows_a):
         for row_b in rows_b:
-            if name(row_a) == name(row_b):
+            if key(row_a) == key(row_b):
                 rows_a.remove(row_a)
                 rows_b.remove(row_b)
                 yield Pair(
@@ -112,34 +115,70 @@ def _pair(
                 break
 
 
+def _replayed(row: dict[str, Any]) -> object:
+    """All that a row was replayed with."""
+    if "router" in row:
+        more = (row[name] for name in ("router", "affinity_adoption", *_ROUTING))
+        return [row["policy"], _sizes(row), *more]
+    return [row["policy"], row["write"] if _has_writes(row) else None, _sizes(row)]
+
+
+def _sizes(row: dict[str, Any]) -> object:
+    """In tokens; as they are in the document."""
+    if "router" in row:
+        return [row["replicas"], row["local_tokens"], row["shared_tokens"]]
+    return [(name, tier["capacity_tokens"]) for name, tier in row["tiers"].items()]
+
+
+def _has_writes(row: dict[str, Any]) -> bool:
+    return {"host", "nvme"} <= set(row["tiers"])
+
+
 def _name(row: dict[str, Any]) -> str:
     """What was replayed in a row."""
     if "router" in row:
-        adoption = row["affinity_adoption"]
-        sent = f" ({adoption:.0%} send ids)" if row["router"].startswith("session") else ""
-        return f"{row['router']}{sent}, {row['policy']}, {_size(row)}"
-    write = f", {row['write']}" if {"host", "nvme"} <= row["tiers"].keys() else ""
-    return f"{row['policy']}{write}, {_size(row)}"
-
-
-def _size(row: dict[str, Any]) -> str:
-    if "router" in row:
-        shared = f" + {token_text(row['shared_tokens'])}" if row["shared_tokens"] else ""
-        return f"{row['replicas']} x {token_text(row['local_tokens'])}{shared}"
+        shared = f" + {_tokens(row['shared_tokens'])}" if row["shared_tokens"] else ""
+        sent = ""
+        if row["router"].startswith("session"):
+            sent = f" ({100 * row['affinity_adoption']:g} % send ids)"
+        more = ", ".join(f"{word} {row[name]}" for name, word in _ROUTING.items())
+        return (
+            f"{row['router']}{sent}, {row['policy']}, {row['replicas']} x "
+            f"{_tokens(row['local_tokens'])}{shared}, {more}"
+        )
+    write = f", {row['write']}" if _has_writes(row) else ""
     tiers = row["tiers"].items()
-    return " ".join(f"{name}={token_text(tier['capacity_tokens'])}" for name, tier in tiers)
+    sizes = " ".join(f"{name}={_tokens(tier['capacity_tokens'])}" for name, tier in tiers)
+    return f"{row['policy']}{write}, {sizes}"
+
+
+def _tokens(count: int) -> str:
+    """As 3.5Mtok where that is exact, and to the token where it is not."""
+    short = token_text(count)
+    number = short.removesuffix("tok")
+    factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(number[-1:], 1)
+    is_exact = round(float(number.rstrip("KMG")) * factor) == count
+    return short if is_exact else f"{count}tok"
 
 
 def _ratios(row: dict[str, Any]) -> dict[str, float]:
     if "router" in row:
         names = {"cold": "hit_ratio", "own": "hit_ratio_local", "shared": "hit_ratio_shared"}
-        return {name: float(row[key]) for name, key in names.items()}
-    found = {name: float(row["hit_ratio"][name]) for name in _RATIOS}
+        return {name: _ratio(row[key]) for name, key in names.items()}
+    found = {name: _ratio(row["hit_ratio"][name]) for name in _RATIOS}
     found |= {
-        name: float(row["tiers"][name]["hit_ratio"]) for name in _TIERS if name in row["tiers"]
+        name: _ratio(row["tiers"][name]["hit_ratio"]) for name in _TIERS if name in row["tiers"]
     }
-    found["same_session"] = float(row["same_session"])
-    found["optimum"] = float(row["optimum"]["cold"])
+    found["same_session"] = _ratio(row["same_session"])
+    found["optimum"] = _ratio(row["optimum"]["cold"])
+    return found
+
+
+def _ratio(value: float) -> float:
+    """Raises TypeError and ValueError for what is none."""
+    found = float(value)
+    if not 0 <= found <= 1 + _ROUNDING:
+        raise ValueError(f"{found:g} is no ratio")
     return found
 
 

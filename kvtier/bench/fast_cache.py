@@ -1,6 +1,6 @@
 """A Cache of policy lru whose loops are compiled: the same outcome for every call, sooner.
 
-What is compiled is the policy's own way through its own arrays (core/policy/fast_lru.py) and the
+What is compiled is the policy's own way through its own arrays (fast_lru.py) and the
 book of blocks around it. Importing this needs numba. One thread.
 """
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvtier.bench import cache_kernels
 from kvtier.bench.cache import Cache
-from kvtier.core.policy.fast_lru import FastLru
+from kvtier.bench.fast_lru import FastLru
 from kvtier.core.policy.lru import Clock
 from kvtier.core.table import NO_ROW
 

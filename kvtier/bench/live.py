@@ -1,10 +1,12 @@
 """A trace against a running daemon: what it finds there, whether every byte is right, how fast.
 
 Each request asks for the pages of its blocks, takes those up to the first that is not there, checks
-every byte of them, and puts the rest: an engine without a cache of its own. A page's bytes follow
-from its key alone (a fixed random pattern, each word mixed with the key), so a page of another key,
-a shifted or a torn one differs nearly everywhere. The namespace is made for the run and deleted
-after it, so it begins cold whatever the daemon holds.
+every byte of all that came, and puts the rest: an engine without a cache of its own. A page's bytes
+follow from its key alone (a fixed random pattern, each word mixed with the key), so a page of
+another key, a shifted or a torn one differs nearly everywhere. Before a get every byte of what it
+is to fill is another one than it has to be, so a byte that was not written is a wrong one. The
+namespace is made for the run and deleted after it, however it ended, so it begins cold whatever the
+daemon holds.
 
 A daemon that stops answering ends the run; what was found until then is kept. One thread.
 """
@@ -26,7 +28,7 @@ from kvtier.bench.errors import BenchInput
 from kvtier.bench.trace import Paths, Trace
 from kvtier.client import Connection, Namespace, connect
 from kvtier.core.page import GetCode, PutCode, Tier
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, UnknownNamespace
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
 
 __all__ = ["LiveOptions", "LiveRun", "page_bytes_checked", "run_live"]
@@ -39,6 +41,7 @@ _WINDOW_PAGES: Final = 1024
 _PAGE_UNIT: Final = 1024
 _PAGE_BYTES_MAX: Final = 64 << 20
 _MODEL: Final = "kvtier-bench-live"
+_TENANT: Final = "kvtier-bench"
 #: How long an attachment to shared memory is waited for, and how it says that it is under way.
 _ATTACH_S: Final = 60.0
 _POLL_S: Final = 0.02
@@ -64,8 +67,9 @@ class LiveOptions:
 class LiveRun:
     """What came of it, of each request that was done: leading pages found, of them in nvme, and
     seconds of its gets, of its puts and behind its time. `wrong`: pages that were hits and had
-    other bytes. `counters`: by how much the daemon's rose. `ended`: why it ended before its last
-    request, or None."""
+    other bytes. `pages_stored`: of the pages put, those that the daemon took. `counters`: by how
+    much the daemon's rose. `ended`: why it ended before its last request, or None. `not_deleted`:
+    why the daemon still has the namespace, or None."""
 
     page_bytes: int
     prefix: list[int] = field(default_factory=list)
@@ -73,7 +77,7 @@ class LiveRun:
     get_s: list[float] = field(default_factory=list)
     put_s: list[float] = field(default_factory=list)
     late_s: list[float] = field(default_factory=list)
-    pages_put: int = 0
+    pages_stored: int = 0
     pages_checked: int = 0
     wrong: int = 0
     first_wrong: str = ""
@@ -83,6 +87,7 @@ class LiveRun:
     plane: str = ""
     wall_s: float = 0.0
     ended: str | None = None
+    not_deleted: str | None = None
 
     @property
     def requests(self) -> int:
@@ -113,28 +118,53 @@ def run_live(
     ) as connection:
         status = connection.status()
         run.capacities = {tier.tier: tier.capacity_bytes for tier in status.tiers}
-        pages = connection.namespace(layout, tenant="kvtier-bench", salt=salt)
-        _wait_for_plane(connection, pages)
-        client = _Engine(trace, options.page_bytes, pages, run)
-        begin = time.monotonic()
         try:
-            for request, path in enumerate(Paths(trace)):
-                if request == options.requests_max:
-                    break
-                due = begin + _due(trace, request, options.speedup)
-                _wait_until(due)
-                client.serve(request, path)
-                run.late_s.append(max(0.0, time.monotonic() - due) if options.speedup else 0.0)
-                if progress is not None:
-                    progress(request)
-            run.counters.update(connection.status().counters)
-            run.counters.subtract(status.counters)  # before the pages of this run are deleted
-            connection.delete_namespace(layout, tenant="kvtier-bench", salt=salt)
-        except (_Gone, KvtierError) as error:
-            run.ended = str(error)
-        run.plane = _plane(connection)
-        run.wall_s = time.monotonic() - begin
+            pages = connection.namespace(layout, tenant=_TENANT, salt=salt)
+            _wait_for_plane(connection, pages)
+            client = _Engine(trace, options.page_bytes, pages, run)
+            begin = time.monotonic()
+            try:
+                _play(trace, options, client, begin, progress)
+                run.counters.update(connection.status().counters)
+                run.counters.subtract(status.counters)  # before the pages of this run are deleted
+            except (_Gone, KvtierError) as error:
+                run.ended = str(error)
+            run.plane = _plane(connection)
+            run.wall_s = time.monotonic() - begin
+        finally:
+            run.not_deleted = _delete(connection, layout, salt)
     return run
+
+
+def _play(
+    trace: Trace,
+    options: LiveOptions,
+    client: _Engine,
+    begin: float,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Raises _Gone and KvtierError."""
+    for request, path in enumerate(Paths(trace)):
+        if request == options.requests_max:
+            break
+        due = begin + _due(trace, request, options.speedup)
+        _wait_until(due)
+        client.serve(request, path)
+        client.run.late_s.append(max(0.0, time.monotonic() - due) if options.speedup else 0.0)
+        if progress is not None:
+            progress(request)
+
+
+def _delete(connection: Connection, layout: Layout, salt: bytes) -> str | None:
+    """Why the daemon still has the namespace, or None. It outlives the daemon's process, so that
+    nobody could find it again."""
+    try:
+        connection.delete_namespace(layout, tenant=_TENANT, salt=salt)
+    except UnknownNamespace:
+        return None
+    except KvtierError as error:
+        return str(error)
+    return None
 
 
 def _wait_for_plane(connection: Connection, pages: Namespace) -> None:
@@ -187,10 +217,11 @@ class _Engine:
 
     def __init__(self, trace: Trace, page_bytes: int, pages: Namespace, run: LiveRun) -> None:
         self._pages = pages
-        self._run = run
+        self.run = run
         self._window = max(1, min(_WINDOW_PAGES, _WINDOW_BYTES // page_bytes))
         generator = np.random.Generator(np.random.PCG64(1))
         self._pattern = generator.integers(0, 1 << 63, page_bytes // 8, np.uint64)
+        self._other = ~self._pattern  # differs in every byte
         self._buffer: Bytes = np.zeros((self._window, page_bytes), np.uint8)
         self._sessions = trace.session.tolist()
 
@@ -201,30 +232,35 @@ class _Engine:
         get_s = put_s = 0.0
         for at in range(0, len(keys), self._window):
             part = keys[at : at + self._window]
+            self._fill(part, self._other)
             began = time.monotonic()
             got = self._pages.get(part, out=self._buffer[: len(part)])
             get_s += time.monotonic() - began
-            self._count("get", got.reasons, _GONE)
-            self._check(part[: got.prefix])
+            reasons = got.reasons
+            self._count("get", reasons, _GONE)
+            self._check(part, reasons)
             below += sum(item.tier is Tier.NVME for item in got[: got.prefix])
             found += got.prefix
             if got.prefix < len(part):
                 break
         for at in range(found, len(keys), self._window):
             part = keys[at : at + self._window]
-            for number, key in enumerate(part):
-                self._buffer[number].view(np.uint64)[:] = self._pattern ^ _word(key)
+            self._fill(part, self._pattern)
             began = time.monotonic()
             put = self._pages.put(
                 part, self._buffer[: len(part)], session=str(self._sessions[request])
             )
             put_s += time.monotonic() - began
             self._count("put", put.reasons, _PUT_GONE)
-            self._run.pages_put += len(part)
-        self._run.prefix.append(found)
-        self._run.from_nvme.append(below)
-        self._run.get_s.append(get_s)
-        self._run.put_s.append(put_s)
+            self.run.pages_stored += Counter(put.reasons)[PutCode.STORED]
+        self.run.prefix.append(found)
+        self.run.from_nvme.append(below)
+        self.run.get_s.append(get_s)
+        self.run.put_s.append(put_s)
+
+    def _fill(self, keys: Sequence[bytes], pattern: npt.NDArray[np.uint64]) -> None:
+        for number, key in enumerate(keys):
+            np.bitwise_xor(pattern, _word(key), out=self._buffer[number].view(np.uint64))
 
     def _count(
         self,
@@ -233,13 +269,16 @@ class _Engine:
         gone: frozenset[GetCode] | frozenset[PutCode],
     ) -> None:
         for code, count in Counter(reasons).items():
-            self._run.outcomes[f"{call} {code.name}"] += count
+            self.run.outcomes[f"{call} {code.name}"] += count
             if code in gone:
                 raise _Gone(f"the daemon stopped serving: {call} answered {code.name}")
 
-    def _check(self, keys: Sequence[bytes]) -> None:
-        run = self._run
-        for number, key in enumerate(keys):
+    def _check(self, keys: Sequence[bytes], reasons: Sequence[GetCode]) -> None:
+        """Of all hits, those behind the first page that is not there too."""
+        run = self.run
+        for number, (key, reason) in enumerate(zip(keys, reasons, strict=True)):
+            if reason is not GetCode.HIT:
+                continue
             run.pages_checked += 1
             wrong = self._buffer[number].view(np.uint64) ^ self._pattern
             if bool((wrong != _word(key)).any()):

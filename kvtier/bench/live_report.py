@@ -5,12 +5,15 @@ in points of the hit ratio: slabs lose their tails, requests longer than a call'
 in several calls, and with nvme the cleaner copies ahead. Over shared memory uses reach the daemon
 up to a second late, and 2 % of the memory is granted ahead for puts.
 
-Two runs have no verdict: one over shared memory in which a second is much, and one that puts faster
-than the daemon copies to nvme, so that pages give way without a copy; the simulator loses none.
+What all tiers find and what each of them finds are compared. A run has no verdict when nothing of
+it was done, when a second is much in it (over shared memory), and when it puts faster than the
+daemon copies to nvme, so that pages give way without a copy: the simulator loses none. How many did
+is not known of a run that ended before its last request.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -18,20 +21,23 @@ import numpy as np
 from kvtier.bench.live import LiveRun
 from kvtier.bench.replay import Replay, ReplayPlan, SimTier, WritePolicy
 from kvtier.bench.trace import Trace
-from kvtier.core.page import Tier
+from kvtier.core.page import GetCode, Tier
 
 __all__ = ["FORMAT", "live_document", "plan_of"]
 
-FORMAT: Final = 1
-#: Points, with host memory alone and with nvme below it.
+FORMAT: Final = 2
+#: Points, of all tiers together and of each, with host memory alone and with nvme below it.
 TOLERANCE: Final = {False: 0.5, True: 3.0}
 #: Points more over shared memory, and how many seconds a run must last to be compared.
 TOLERANCE_SHARED: Final = 2.0
 SHARED_LASTS_S: Final = 50.0
 #: Of the pages put, how many may give way without a copy.
 LOST_SHARE: Final = 0.01
+#: Outcomes of a get that no load explains.
+_FAULTS: Final = (GetCode.CORRUPT, GetCode.IO_ERROR)
 _HEADER_BYTES: Final = 4096
 _SLAB_BYTES: Final = 64 << 20
+_SIDES: Final = ("hit_ratio", "hit_ratio_simulated")
 
 
 def plan_of(run: LiveRun, policy: str, write: WritePolicy) -> ReplayPlan:
@@ -49,38 +55,40 @@ def plan_of(run: LiveRun, policy: str, write: WritePolicy) -> ReplayPlan:
 
 def live_document(trace: Trace, run: LiveRun, simulated: Replay) -> dict[str, Any]:
     """`trace`: the requests that were done; `simulated`: their replay by `plan_of` the run."""
-    found, plan = np.array(run.prefix, np.int32), simulated.plan
-    total = max(1, int(trace.input_tokens.sum()))
-    live, replayed = (
-        float(trace.tokens(prefix).sum() / total) for prefix in (found, simulated.prefix)
-    )
-    difference = 100 * (live - replayed)
+    plan = simulated.plan
+    tiers = _tiers(trace, run, simulated)
+    live, replayed = (math.fsum(tier[name] for tier in tiers.values()) for name in _SIDES)
+    differences = [100 * (live - replayed), *(tier["difference_points"] for tier in tiers.values())]
     tolerance, lost = _tolerance(run, has_nvme=SimTier.NVME in plan.slots), _lost(run, simulated)
     reason = _no_verdict(run, lost)
-    read, put = run.pages_checked * run.page_bytes, run.pages_put * run.page_bytes
+    read, put = run.pages_checked * run.page_bytes, run.pages_stored * run.page_bytes
     return {
         "kvtier_bench": "live",
         "format": FORMAT,
         "requests": run.requests,
         "ended": run.ended,
+        "not_deleted": run.not_deleted,
         "plane": run.plane,
         "page_bytes": run.page_bytes,
         "wall_s": run.wall_s,
         "hit_ratio": live,
-        "hit_ratio_nvme_blocks": float(sum(run.from_nvme) / max(1, int(trace.blocks.sum()))),
+        "tiers": tiers,
         "simulated": {
             "hit_ratio": replayed,
             "policy": plan.policy,
             "write": plan.write.value,
             "pages": {tier.value: slots for tier, slots in plan.slots.items()},
         },
-        "difference_points": difference,
+        "difference_points": differences[0],
         "tolerance_points": tolerance,
-        "is_within_tolerance": None if reason else abs(difference) <= tolerance,
+        "is_within_tolerance": (
+            None if reason else all(abs(one) <= tolerance for one in differences)
+        ),
         "no_verdict": reason,
         "pages_checked": run.pages_checked,
         "pages_wrong": run.wrong,
         "first_wrong_key": run.first_wrong,
+        "pages_faulty": sum(run.outcomes[f"get {code.name}"] for code in _FAULTS),
         "pages_lost_without_a_copy": lost,
         "daemon_counters": {name: n for name, n in sorted(run.counters.items()) if n},
         "outcomes": dict(sorted(run.outcomes.items())),
@@ -90,19 +98,47 @@ def live_document(trace: Trace, run: LiveRun, simulated: Replay) -> dict[str, An
     }
 
 
+def _tiers(trace: Trace, run: LiveRun, simulated: Replay) -> dict[str, dict[str, float]]:
+    """Of each tier the part of input tokens that it had, in both. In the order in which a chain
+    leaves memory, its head is in host and its tail in nvme."""
+    total = max(1, int(trace.input_tokens.sum()))
+    prefix = np.array(run.prefix, np.int32)
+    ends = {SimTier.HOST: prefix - np.array(run.from_nvme, np.int32), SimTier.NVME: prefix}
+    found, before = {}, (0.0, 0.0)
+    end = 0 * prefix
+    for tier, hits in simulated.hits.items():
+        end = end + hits
+        now = [float(trace.tokens(one).sum() / total) for one in (ends[tier], end)]
+        live, replayed = (one - other for one, other in zip(now, before, strict=True))
+        found[tier.value] = {
+            "hit_ratio": live,
+            "hit_ratio_simulated": replayed,
+            "difference_points": 100 * (live - replayed),
+        }
+        before = (now[0], now[1])
+    return found
+
+
 def _tolerance(run: LiveRun, *, has_nvme: bool) -> float:
     return TOLERANCE[has_nvme] + (0.0 if run.plane == "grpc" else TOLERANCE_SHARED)
 
 
-def _lost(run: LiveRun, simulated: Replay) -> int:
-    """Pages that left host memory, and the daemon, before they were copied to nvme."""
+def _lost(run: LiveRun, simulated: Replay) -> int | None:
+    """Pages that left host memory, and the daemon, before they were copied to nvme; None: the
+    daemon could not be asked."""
     nvme = simulated.traffic.get(SimTier.NVME)
-    return 0 if nvme is None else max(0, run.counters["evicted_last"] - nvme.evicted)
+    if nvme is None:
+        return 0
+    return None if run.ended is not None else max(0, run.counters["evicted_last"] - nvme.evicted)
 
 
-def _no_verdict(run: LiveRun, lost: int) -> str:
+def _no_verdict(run: LiveRun, lost: int | None) -> str:
     """Why the two cannot be compared, or nothing."""
-    if lost > LOST_SHARE * run.pages_put:
+    if not run.requests:
+        return "no request was done"
+    if lost is None:
+        return "how many pages gave way without a copy could not be asked any more"
+    if lost > LOST_SHARE * run.pages_stored:
         return (
             f"{lost} pages gave way before the daemon had copied them to nvme; a --speedup that it "
             "keeps up with compares"

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.bench.caches import NUMBA_REMEDY
 from kvtier.bench.errors import BenchInput
 from kvtier.bench.replay import Replay, ReplayPlan, Traffic
 from kvtier.bench.trace import Trace
@@ -35,7 +36,7 @@ def lru_curve(trace: Trace, slots: Sequence[int]) -> list[Ints]:
         kernels = load_optional("kvtier.bench.lru_kernels")
     except ImportError as error:
         raise MissingExtra(
-            f"one pass: numba cannot be used: {error}", remedy="pip install 'kvtier[bench]'"
+            f"one pass: numba cannot be used: {error}", remedy=NUMBA_REMEDY
         ) from error
     order = np.argsort(np.array(slots, np.int64), kind="stable")
     hits = np.zeros((trace.requests, len(order)), np.int32)

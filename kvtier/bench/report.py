@@ -32,10 +32,10 @@ OPTIMUM: Final = (
 )
 #: What of the daemon runs in a replay, in every report.
 SHARED: Final = (
-    "Eviction runs the daemon's own policy objects (kvtier.core.policy; LRU's loops compiled where "
-    "numba can be used) over its own table of page copies, in the daemon's order of calls; finding "
-    "pages, slabs, leases, shards and the cleaner's head start are not replayed. Tier gpu stands "
-    "for an engine's own radix cache."
+    "Eviction runs the daemon's own policy objects (kvtier.core.policy; of LRU, where numba can be "
+    "used, a compiled copy, held equal to the daemon's by tests) over its own table of page "
+    "copies, in the daemon's order of calls; finding pages, slabs, leases, shards and the "
+    "cleaner's head start are not replayed. Tier gpu stands for an engine's own radix cache."
 )
 ONE_PASS: Final = (
     "Computed in one pass over stack distances, not by the daemon's code: request by request what "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any, Final
 
 from kvtier.bench.advise import Advice, Choice, Wish, advise
 from kvtier.bench.bounds import ceiling
+from kvtier.bench.caches import without_numba
 from kvtier.bench.capacity import Sizes, parse_tiers
 from kvtier.bench.errors import BenchInput
 from kvtier.bench.figures import ratios
@@ -32,8 +32,14 @@ _NAMES: Final = {"gpu": "GPU memory", "host": "host memory", "nvme": "NVMe"}
 _EXIT_UNREACHED: Final = 1
 _BASIS: Final = (
     "Every size was replayed through the daemon's own policy; hit ratios are of input tokens, from "
-    "an empty cache. Sizes are the smallest within 2 %; host memory holds at least the longest "
-    "request. Tier gpu stands for an engine's own cache."
+    "an empty cache. {smallest} host memory holds at least the longest request. Tier gpu stands "
+    "for an engine's own cache."
+)
+#: Under LRU, in one tier that is bought with none beside it, a larger one finds no less.
+_SMALLEST: Final = "Sizes are the smallest within 2 %;"
+_SMALLEST_FOUND: Final = (
+    "Sizes are the smallest found by halving, within 2 %: a larger cache may find less here, so a "
+    "smaller one may do;"
 )
 
 
@@ -93,17 +99,12 @@ def _wish(
 ) -> Wish:
     trace = sizes.trace
     have = {} if arguments.have is None else parse_tiers(arguments.have, sizes)
-    if SimTier.NVME in have and not have.keys() | prices.keys() >= {SimTier.HOST}:
-        raise BenchInput(
-            "nvme without host memory", remedy="give host a price, or --have host=SIZE"
-        )
-    if not prices.keys() - have.keys():
-        raise BenchInput("all that has a price is there already", remedy=_HELP)
+    at_most = {} if arguments.at_most is None else parse_tiers(arguments.at_most, sizes)
+    _check_bought(prices, have, at_most, targets)
     longest = int(trace.blocks.max())
     most = dict.fromkeys(SimTier, trace.blocks_seen)
-    if arguments.at_most is not None:
-        for tier, slots in parse_tiers(arguments.at_most, sizes).items():
-            most[tier] = min(most[tier], slots)
+    for tier, slots in at_most.items():
+        most[tier] = min(most[tier], slots)
     least = dict.fromkeys(SimTier, 1) | {SimTier.HOST: min(longest, most[SimTier.HOST])}
     return Wish(
         targets=targets,
@@ -116,9 +117,41 @@ def _wish(
     )
 
 
+def _check_bought(
+    prices: Mapping[SimTier, float],
+    have: Mapping[SimTier, int],
+    at_most: Mapping[SimTier, int],
+    targets: Mapping[SimTier, float],
+) -> None:
+    """Raises BenchInput for what would change nothing, and for tiers that cannot be."""
+    bought = prices.keys() - have.keys()
+    if SimTier.NVME in prices.keys() | have.keys() and not prices.keys() | have.keys() >= {
+        SimTier.HOST
+    }:
+        raise BenchInput(
+            "nvme without host memory: the daemon has nvme below host alone",
+            remedy="give host a price, or --have host=SIZE",
+        )
+    if not bought:
+        raise BenchInput("all that has a price is there already", remedy=_HELP)
+    for tier in prices.keys() & have.keys():
+        raise BenchInput(
+            f"{tier.value} has a price and is there already",
+            remedy=f"leave {tier.value} out of --prices or of --have",
+        )
+    for tier in at_most.keys() - bought:
+        raise BenchInput(
+            f"--at-most {tier.value}: it is not bought", remedy=f"give {tier.value} a price"
+        )
+    if SimTier.GPU in bought and SimTier.GPU not in targets:
+        raise BenchInput(
+            "gpu has a price and no target", remedy="give --target-gpu, or no price of gpu"
+        )
+
+
 def _guess(trace: Trace) -> Callable[[float], int] | None:
     """None without numba: the search takes longer."""
-    if find_spec("numba") is None:
+    if without_numba() is not None:
         return None
     return cache(partial(smallest_lru, trace))
 
@@ -159,6 +192,7 @@ def _document(
         "policy": arguments.policy,
         "write": arguments.write or "back",
         "replays": found.replays,
+        "basis": _basis(arguments, found),
         "choices": [_plain(wish, choice) for choice in found.choices],
         "best": None if found.best is None else _plain(wish, found.best),
         "sentence": _sentence(arguments, wish, found, most),
@@ -186,9 +220,14 @@ def _lines(arguments: argparse.Namespace, wish: Wish, found: Advice, most: float
         header = ("tiers", "cost", "hit", *(f"{tier} hit" for tier in SimTier))
         yield from table(header, [_cells(wish, choice) for choice in found.choices])
         yield ""
-        yield f"{_BASIS} {found.replays} replays."
+        yield f"{_basis(arguments, found)} {found.replays} replays."
         yield ""
     yield _sentence(arguments, wish, found, most)
+
+
+def _basis(arguments: argparse.Namespace, found: Advice) -> str:
+    is_sure = arguments.policy == "lru" and all(len(one.slots) == 1 for one in found.choices)
+    return _BASIS.format(smallest=_SMALLEST if is_sure else _SMALLEST_FOUND)
 
 
 def _cells(wish: Wish, choice: Choice) -> Sequence[str]:
@@ -212,8 +251,8 @@ def _sentence(arguments: argparse.Namespace, wish: Wish, found: Advice, most: fl
     choice = found.choices[0]
     parts = [_part(wish, tier, slots) for tier, slots in choice.slots.items()]
     return (
-        f"The cheapest for {wanted} of input tokens: {' and '.join(parts)}, at {choice.cost:,.2f}; "
-        f"that finds {percent(choice.hit_ratio)} of a possible {percent(most)}."
+        f"The cheapest found for {wanted} of input tokens: {' and '.join(parts)}, at "
+        f"{choice.cost:,.2f}; that finds {percent(choice.hit_ratio)} of a possible {percent(most)}."
     )
 
 

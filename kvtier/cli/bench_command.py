@@ -1,7 +1,7 @@
 """`kvtier bench`: what a cache would have done for recorded requests; only `--live` has a daemon.
 
 Exit code 0: done; 1: `advise` found nothing that reaches the target; 2: a trace, tiers or options
-that make no sense.
+that make no sense; 3: `--live` has no verdict (see bench_live.py).
 """
 
 from __future__ import annotations
@@ -233,7 +233,12 @@ def _add_live(parser: argparse.ArgumentParser) -> None:
         "against a running daemon of your own, which this fills (with its own tiers; --policy and "
         "--write say how it is set, for the replay beside it)"
     )
-    group.add_argument("--live", metavar="URL", help="unix:///path or grpc://127.0.0.1:port")
+    group.add_argument(
+        "--live",
+        metavar="URL",
+        help="unix:///path or grpc://127.0.0.1:port; exit code 1: wrong bytes, damaged pages "
+        "or another hit ratio; 3: all right, and no verdict on the hit ratio",
+    )
     group.add_argument("--page-bytes", metavar="SIZE", help="of a block (default: 64KiB)")
     group.add_argument(
         "--speedup",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ __all__ = ["run"]
 
 #: Longer values of what differs are cut.
 _VALUE_MAX: Final = 60
+#: Of points, what two decimals show.
+_SHOWN_MIN: Final = 0.01
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,17 +73,36 @@ def _cells(pair: Pair, names: list[str]) -> list[str]:
 def _sentence(found: Comparison) -> str:
     if not found.pairs:
         return "No row of one is in the other."
-    changes = {pair.name: pair.points["cold"] for pair in found.pairs}
-    name = max(changes, key=lambda one: abs(changes[one]))
-    most = changes[name]
+    changes = [(pair.points["cold"], pair.name) for pair in found.pairs]
+    most, name = max(changes, key=lambda one: abs(one[0]))
     if not most:
-        return f"All {len(found.pairs)} rows have the same hit ratio."
+        return _same_cold(found)
     word = "more" if most > 0 else "less"
-    mean = sum(changes.values()) / len(changes)
+    mean = math.fsum(change for change, _ in changes) / len(changes)
     return (
-        f"B finds {abs(most):.2f} points {word} than A where they differ most ({name}), and "
+        f"B finds {_points(abs(most))} points {word} than A where they differ most ({name}), and "
         f"{mean:+.2f} points in the mean of {len(changes)} rows."
     )
+
+
+def _same_cold(found: Comparison) -> str:
+    """Of rows whose ratios from an empty cache are the same."""
+    rows = f"All {len(found.pairs)} rows have the same hit ratio"
+    others = [
+        (abs(points), name, pair.name)
+        for pair in found.pairs
+        for name, points in pair.points.items()
+    ]
+    most, ratio, name = max(others)
+    if not most:
+        return f"{rows}, and the same of every other ratio."
+    ratio = ratio.replace("_", " ")
+    return f"{rows}, but not all other ratios: {ratio} differs by {_points(most)} points ({name})."
+
+
+def _points(points: float) -> str:
+    """None of which reads as nothing."""
+    return f"{points:.2f}" if points >= _SHOWN_MIN else f"{points:.2g}"
 
 
 def _short(text: str) -> str:

@@ -1,7 +1,8 @@
 """Runs `kvtier bench hit-ratio --live`: a trace against a running daemon, beside its replay.
 
-Exit code 0: done, every byte right, the hit ratio within the tolerance; 1: not so, or the daemon
-stopped answering (what was measured until then is printed); 2: options that make no sense.
+Exit code 0: done, every byte right, the hit ratios within the tolerance; 1: not so, or pages were
+CORRUPT or IO_ERROR, or the daemon stopped answering (what was measured until then is printed); 2:
+options that make no sense; 3: all right but for the hit ratios, which cannot be compared.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = ["run"]
 _PAGE_BYTES: Final = Size(low=1 << 10, high=64 << 20)
 _SPEEDUP_MAX: Final = 1e9
 _EXIT_FAILED: Final = 1
+_EXIT_NO_VERDICT: Final = 3
 _REPLAYS_ONLY: Final = (
     "csv",
     "plot",
@@ -61,12 +63,23 @@ def run(arguments: argparse.Namespace) -> int:
     head, plan = trace.head(done.requests), plan_of(done, policy, write)
     report = live_document(head, done, replay(head, plan))
     print(json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report)))
+    if done.not_deleted is not None:
+        print(f"warning: the pages of this run are still there: {done.not_deleted}",
+              file=sys.stderr)  # fmt: skip
     if done.ended is not None:
         print(f"error: after {done.requests} of {total} requests: {done.ended}", file=sys.stderr)
         print("remedy: see that the daemon runs (kvtier status), and run this again",
               file=sys.stderr)  # fmt: skip
         return _EXIT_FAILED
-    return _EXIT_FAILED if done.wrong or report["is_within_tolerance"] is False else 0
+    return _exit_code(report)
+
+
+def _exit_code(report: dict[str, Any]) -> int:
+    """Of a run that was done."""
+    verdict = report["is_within_tolerance"]
+    if report["pages_wrong"] or report["pages_faulty"] or verdict is False:
+        return _EXIT_FAILED
+    return _EXIT_NO_VERDICT if verdict is None else 0
 
 
 def _options(arguments: argparse.Namespace) -> LiveOptions:
@@ -134,6 +147,13 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield checked + (
         f"{wrong:,} WRONG, first {report['first_wrong_key']}" if wrong else "all right"
     )
+    if report["pages_faulty"]:
+        yield f"{report['pages_faulty']:,} pages CORRUPT or IO_ERROR"
+    for name, tier in report["tiers"].items():
+        yield (
+            f"{name}: {percent(tier['hit_ratio'])} of input tokens, in the simulator "
+            f"{percent(tier['hit_ratio_simulated'])}: {tier['difference_points']:+.2f} points"
+        )
     yield ""
     yield (
         f"The daemon found {percent(report['hit_ratio'])} of input tokens, the simulator "

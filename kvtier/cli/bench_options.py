@@ -10,10 +10,10 @@ import argparse
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from kvtier.bench.caches import NUMBA_REMEDY, without_numba
 from kvtier.bench.errors import BenchInput
 from kvtier.bench.plot import check_name
 from kvtier.bench.prices import TokenPrices
@@ -147,9 +147,11 @@ def _prices(arguments: argparse.Namespace) -> TokenPrices | None:
 def _policies(text: str) -> Sequence[str]:
     found = _names(text, [*POLICIES, *FORECASTING, *TEXTBOOK], "policy")
     forecasting = [name for name in found if name in FORECASTING]
-    if forecasting and find_spec("numba") is None:
+    missing = without_numba() if forecasting else None
+    if missing is not None:
         raise MissingExtra(
-            f"policy {forecasting[0]} needs numba", remedy="pip install 'kvtier[bench]'"
+            f"policy {forecasting[0]} needs numba, which cannot be used: {missing}",
+            remedy=NUMBA_REMEDY,
         )
     return found
 

@@ -14,9 +14,11 @@ from typing import Any, Final
 
 import numba
 from llvmlite import ir
-from numba.core import caching, cgutils
+from numba.core import cgutils
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic
+
+from kvtier.core.jit_cache import CACHE_ERRORS
 
 __all__ = ["compiled", "emit_prefetch", "instructions", "part"]
 
@@ -26,17 +28,6 @@ _OPTIONS: Final[dict[str, Any]] = {
     "fastmath": False,
     "boundscheck": False,
 }
-#: What numba raises where no folder can hold its cache, and for one that a power cut has torn (the
-#: last as its own module knows it: nothing else here has to do with such files).
-_CACHE_ERRORS: Final[tuple[type[Exception], ...]] = (
-    RuntimeError,
-    OSError,
-    EOFError,
-    ValueError,
-    KeyError,
-    IndexError,
-    getattr(getattr(caching, "pickle", None), "UnpicklingError", EOFError),
-)
 
 if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise ImportError("numba's compiler is turned off (NUMBA_DISABLE_JIT)")
@@ -56,7 +47,7 @@ def compiled(signatures: str | Sequence[str]) -> Callable[[Callable[..., Any]], 
         try:
             try:
                 return _njit(given, cache=True, **_OPTIONS)(function)
-            except _CACHE_ERRORS:
+            except CACHE_ERRORS:
                 return _njit(given, **_OPTIONS)(function)
         except NumbaError as error:
             raise ImportError(f"numba cannot compile {function.__name__}: {error}") from error

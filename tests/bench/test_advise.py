@@ -94,7 +94,7 @@ def test_what_must_come_from_memory_costs_memory():
 def test_dear_nvme_is_not_bought_and_what_is_there_costs_nothing():
     trace = build(conversations(1, requests=80))
     dear = advise(wish(trace, prices={HOST: 3.0, NVME: 5.0}), measured(trace))
-    assert list(dear.choices[0].slots) == [HOST]
+    assert [list(choice.slots) for choice in dear.choices] == [[HOST], [HOST, NVME]]
     there = advise(wish(trace, prices={HOST: 3.0}, have={GPU: 30}), measured(trace))
     (choice,) = there.choices
     assert choice.slots[GPU] == 30
@@ -134,3 +134,48 @@ def test_the_smallest_lru_of_one_pass(seed, target):
     exact = advise(wish(trace, guess=lambda target: smallest_lru(trace, target)), measured(trace))
     rough = advise(wish(trace), measured(trace))
     assert exact.replays <= rough.replays
+
+
+def cheapest_by_trying(measure, asked):
+    """The least cost of host memory alone or with nvme, of all sizes in steps of two blocks of
+    host; for each the smallest nvme, by halving."""
+    target, price = asked.targets[NVME], asked.prices
+    best = math.inf
+    for host in range(asked.least[HOST], asked.most[HOST], 2):
+        left = best - price[HOST] * host
+        if left <= 0:
+            break
+        low, high = 0, math.ceil(min(asked.most[NVME], left / price[NVME]))
+
+        def reaches(nvme, host=host):
+            slots = {HOST: host, NVME: nvme} if nvme else {HOST: host}
+            return math.fsum(measure(slots).values()) >= target
+
+        if reaches(0):
+            best = min(best, price[HOST] * host)
+        elif reaches(high):
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if reaches(middle) else (middle, high)
+            best = min(best, price[HOST] * host + price[NVME] * high)
+    return best
+
+
+def test_two_tiers_of_close_prices_are_as_cheap_as_any():
+    trace = build(conversations(1, requests=80))
+    known = {}
+    replays = measured(trace, WritePolicy.BACK)
+
+    def measure(slots):
+        key = tuple(slots.items())
+        if key not in known:
+            known[key] = replays(slots)
+        return known[key]
+
+    for nvme in (2.0, 2.5):
+        asked = wish(trace, prices={HOST: 3.0, NVME: nvme})
+        found = advise(asked, measure)
+        assert found.choices[0].cost <= 1.01 * cheapest_by_trying(measure, asked)
+        # What is dearer is named too, in whatever order the choices are tried.
+        assert {tuple(choice.slots) for choice in found.choices} == {(HOST,), (HOST, NVME)}
+        assert found.choices == sorted(found.choices, key=lambda choice: choice.cost)

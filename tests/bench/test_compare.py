@@ -16,6 +16,8 @@ from kvtier.bench.routing import Fleet, Router, route
 from kvtier.bench.routing_report import routed
 from tests.bench.traces import build, conversations
 
+#: Of a fleet whose rate and cost nobody has set.
+AS_SET = "rate 8000.0, shared cost 0.05"
 SETUP = {"one_pass": False, "model": None}
 
 
@@ -75,10 +77,35 @@ def test_routers():
     ]
     found = compare(report(*fleets[:3]), report(*fleets[1:]))
     assert [pair.name for pair in found.pairs] == [
-        "rr, lru, 4 x 960tok + 1.44Ktok",
-        "session (100% send ids), lru, 4 x 960tok",
+        f"rr, lru, 4 x 960tok + 1.44Ktok, {AS_SET}",
+        f"session (100 % send ids), lru, 4 x 960tok, {AS_SET}",
     ]
-    assert found.only_a == ["rr, lru, 4 x 960tok"]
+    assert found.only_a == [f"rr, lru, 4 x 960tok, {AS_SET}"]
+
+
+def test_a_rate_and_a_cost_of_shared_pages_are_part_of_what_was_replayed():
+    made = [{}, {"rate": 50.0}, {"shared_cost": 0.5}, {"adoption": 0.996}]
+    fleets = [
+        Fleet(router=Router.SESSION, replicas=3, local=60, shared=90, **more) for more in made
+    ]
+    a, b = report(*fleets), report(*reversed(fleets))
+    found = compare(a, b)
+    assert len({pair.name for pair in found.pairs}) == 4
+    assert all(pair.name_a == pair.name_b for pair in found.pairs)
+    (pair,) = compare(report(fleets[0]), report(fleets[1])).pairs
+    assert pair.name_a != pair.name_b
+
+
+def test_sizes_that_agree_in_four_digits_are_two_sizes():
+    a = report(host(40), host(90))
+    for row, tokens in zip(a["results"], (1_000_000, 1_000_400), strict=True):
+        row["tiers"]["host"]["capacity_tokens"] = tokens
+    b = a | {"results": a["results"][::-1]}
+    found = compare(a, b)
+    assert [pair.name for pair in found.pairs] == ["lru, host=1Mtok", "lru, host=1000400tok"]
+    assert all(set(pair.points.values()) == {0.0} for pair in found.pairs)
+    other = compare(a | {"results": a["results"][:1]}, a | {"results": a["results"][1:]})
+    assert other.pairs == []
 
 
 def test_what_is_not_the_same_trace_or_setup_is_named():
@@ -96,6 +123,12 @@ def changed(name, value):
     return json.dumps(report(host(40)) | {name: value})
 
 
+def with_ratio(text):
+    found = report(host(40))
+    found["results"][0]["same_session"] = "HERE"
+    return json.dumps(found).replace('"HERE"', text)
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -108,6 +141,9 @@ def changed(name, value):
         (lambda: changed("format", None), "a result of format None; this version reads 1"),
         (lambda: changed("results", [{}]), "a damaged result (KeyError: 'hit_ratio')"),
         (lambda: changed("results", 7), "a damaged result (TypeError"),
+        (lambda: with_ratio("1" + "0" * 400), "a damaged result (OverflowError"),
+        (lambda: with_ratio("NaN"), "a damaged result (ValueError: nan is no ratio)"),
+        (lambda: with_ratio("1.5"), "a damaged result (ValueError: 1.5 is no ratio)"),
         (lambda: changed("trace", []), "a damaged result (AttributeError"),
     ],
 )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import kvtier.bench
 from kvtier.bench.cache import Cache
 from kvtier.bench.caches import make_cache
 from kvtier.bench.replay import ReplayPlan, SimTier, WritePolicy, replay
@@ -93,3 +96,14 @@ def test_without_numba_the_plain_one_is_used(monkeypatch):
     monkeypatch.setattr("kvtier.bench.caches.load_optional", absent)
     assert type(make_cache(trace.parent, 9, "lru")) is Cache
     assert type(make_cache(trace.parent, 9, "arc")) is Cache
+
+
+def test_all_that_the_bench_compiles_is_compiled_when_it_is_loaded():
+    """By packing's jit_numba alone, whose users do without it whatever goes wrong."""
+    folder = Path(kvtier.bench.__file__).parent
+    found = [path for path in folder.glob("*.py") if "njit" in path.read_text(encoding="utf-8")]
+    assert found == []
+    for kernels in ("cache_kernels", "lru_kernels", "use_kernels"):
+        module = import_module(f"kvtier.bench.{kernels}")
+        for name in set(module.__all__) - {"BITS", "MARKS"}:
+            assert len(getattr(module, name).signatures) == 1, name

@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -139,10 +142,38 @@ def test_whose_code_ran_is_said(bench, trace):
 
 
 def test_a_policy_that_needs_numba_says_so(bench, trace, monkeypatch):
-    monkeypatch.setattr("kvtier.cli.bench_options.find_spec", lambda name: None)
+    monkeypatch.setattr("kvtier.cli.bench_options.without_numba", lambda: "there is none")
     ended = bench(trace, "--policy", "gittins", code=1)
-    assert "policy gittins needs numba" in ended.err
+    assert "policy gittins needs numba, which cannot be used: there is none" in ended.err
     assert "kvtier[bench]" in ended.err
+
+
+_BOTH = """
+import sys
+import kvtier.cli
+given = ["--bytes-per-token", "1000", "--target", "0.4", "--prices", "host=3"]
+print(kvtier.cli.main(["bench", "advise", sys.argv[1], *given]))
+print(kvtier.cli.main(["bench", "hit-ratio", sys.argv[1], "--policy", "gittins"]))
+"""
+
+
+def test_a_compiler_that_is_turned_off_is_done_without_or_named(tmp_path):
+    """In a process of its own, as numba is told when it is loaded."""
+    pytest.importorskip("numba", reason="numba is in the extra [fast]")
+    small = write_lines(tmp_path / "t.jsonl", mooncake_rows(conversations(4, requests=30)))
+    done = subprocess.run(
+        [sys.executable, "-c", _BOTH, small],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[-3].startswith("The cheapest found for 40.0 %")
+    assert (lines[-2:], done.returncode) == (["0", "1"], 0)
+    error, remedy = done.stderr.splitlines()[-2:]
+    assert "policy gittins needs numba, which cannot be used: " in error
+    assert "NUMBA_DISABLE_JIT" in remedy
 
 
 def test_the_sentence_about_routers_keeps_to_one_size(bench, trace):

@@ -65,7 +65,25 @@ def test_compare(bench, results):
     most = max(points, key=abs)
     assert f"{abs(most):.2f} points {'more' if most > 0 else 'less'} than A" in out[-1]
     same = bench("compare", a, a).out
-    assert same.splitlines()[-1] == "All 2 rows have the same hit ratio."
+    whole = "All 2 rows have the same hit ratio, and the same of every other ratio."
+    assert same.splitlines()[-1] == whole
+
+
+def test_compare_calls_nothing_the_same_that_is_not(bench, results, tmp_path):
+    a, b, other = results[0], tmp_path / "b.json", json.loads(results[0].read_text())
+    row = other["results"][1]
+    row["tiers"]["host"]["hit_ratio"] -= 0.05
+    b.write_text(json.dumps(other))
+    last = bench("compare", a, b).out.splitlines()[-1]
+    assert last.startswith("All 2 rows have the same hit ratio, but not all other ratios: host ")
+    assert "differs by 5.00 points (lru, host=" in last
+    # Rows of one name: the change in the first of them is not lost.
+    other["results"][1] = json.loads(json.dumps(other["results"][0]))
+    a = tmp_path / "a.json"
+    a.write_text(json.dumps(other))
+    other["results"][0]["hit_ratio"]["cold"] += 0.1
+    b.write_text(json.dumps(other))
+    assert bench("compare", a, b).out.splitlines()[-1].startswith("B finds 10.00 points more")
 
 
 def test_compare_refuses_what_is_no_result_by_name(bench, results, trace):
@@ -77,7 +95,7 @@ def test_advise_is_a_table_and_a_sentence(bench, trace):
     words = (trace, *MODEL, "--target", "0.6", "--prices", "host=3,nvme=0.1")
     out = bench("advise", *words).out.splitlines()
     assert out[1].startswith("host=")
-    assert out[-1].startswith("The cheapest for 60.0 % of input tokens: ")
+    assert out[-1].startswith("The cheapest found for 60.0 % of input tokens: ")
     report = json.loads(bench("advise", *words, "--json").out)
     assert report["sentence"] == out[-1]
     costs = [choice["cost"] for choice in report["choices"]]
@@ -89,6 +107,18 @@ def test_advise_is_a_table_and_a_sentence(bench, trace):
     again = json.loads(bench("hit-ratio", trace, *MODEL, "--tiers", text, "--json").out)
     ratio = again["results"][0]["hit_ratio"]["cold"]
     assert ratio == pytest.approx(report["choices"][0]["hit_ratio"])
+
+
+def test_advise_calls_sizes_the_smallest_only_where_that_is_known(bench, trace):
+    words = (trace, *MODEL, "--target", "0.5", "--json")
+    for more, is_sure in (
+        (("--prices", "host=3"), True),
+        (("--prices", "host=3", "--policy", "arc"), False),
+        (("--prices", "host=3,nvme=0.1"), False),
+    ):
+        basis = json.loads(bench("advise", *words, *more).out)["basis"]
+        assert ("smallest within 2 %" in basis) is is_sure
+        assert ("smallest found" in basis) is not is_sure
 
 
 def test_a_target_above_the_ceiling_is_said_without_a_replay(bench, trace, monkeypatch):
@@ -117,6 +147,17 @@ def test_a_bound_that_is_too_low_is_said(bench, trace):
         (("--write", "never"), "write 'never' is not known"),
         (("--have", "host=5%"), "all that has a price is there already"),
         (("--prices", "nvme=1", "--have", "nvme=5%"), "nvme without host memory"),
+        (("--prices", "nvme=1"), "nvme without host memory"),
+        (("--prices", "gpu=0,host=3"), "gpu has a price and no target"),
+        (
+            ("--prices", "host=3,nvme=0.1", "--have", "host=5%"),
+            "host has a price and is there already",
+        ),
+        (("--at-most", "nvme=5%"), "--at-most nvme: it is not bought"),
+        (
+            ("--prices", "nvme=1", "--have", "host=5%", "--at-most", "host=5%"),
+            "--at-most host: it is not bought",
+        ),
         (("--at-most", "host"), "tiers: host has no size"),
     ],
 )

@@ -18,15 +18,18 @@ The caller holds the store's lock.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.table import NO_ROW, CopyTable
 
-__all__ = ["Part", "UseOrder"]
+__all__ = ["BLOCK_BITS", "Part", "UseOrder"]
 
-_BLOCK_BITS = 10
-_BLOCK = 1 << _BLOCK_BITS
+#: Places of a block: 2 to the power of it.
+BLOCK_BITS: Final = 10
+_BLOCK = 1 << BLOCK_BITS
 #: Entries of the older array that come over with every row that arrives, and with every call.
 _STEPS_PER_ROW = 4
 _STEPS_MIN = 256
@@ -77,13 +80,13 @@ class Part:
         change = (entry > 0) - (self.entries[at] > 0)
         self.entries[at] = entry
         if change:
-            self._counts[at >> _BLOCK_BITS] += change
+            self._counts[at >> BLOCK_BITS] += change
             self.waiting += change
 
     def write_many(self, places: npt.NDArray[np.int64], entries: npt.NDArray[np.int32]) -> None:
         """Writes at places that all differ."""
         at = places - self.first
-        blocks, size = at >> _BLOCK_BITS, len(self._counts)
+        blocks, size = at >> BLOCK_BITS, len(self._counts)
         before, after = blocks[self.entries_np[at] > 0], blocks[entries > 0]
         self.counts_np += np.bincount(after, minlength=size) - np.bincount(before, minlength=size)
         self.waiting += len(after) - len(before)
@@ -98,14 +101,14 @@ class Part:
         for near in range(at, min(at + _LOOKED_AT_ONE_BY_ONE, len(self.entries))):
             if self.entries[near] > 0:
                 return self.first + near
-        block = at >> _BLOCK_BITS
+        block = at >> BLOCK_BITS
         block += int((self.counts_np[block:] != 0).argmax())
-        entries = self.entries_np[block << _BLOCK_BITS :][:_BLOCK]
-        return self.first + (block << _BLOCK_BITS) + int((entries > 0).argmax())
+        entries = self.entries_np[block << BLOCK_BITS :][:_BLOCK]
+        return self.first + (block << BLOCK_BITS) + int((entries > 0).argmax())
 
     def block(self, place: int) -> npt.NDArray[np.int32]:
         """The entries of the block of the place."""
-        begin = (place - self.first) >> _BLOCK_BITS << _BLOCK_BITS
+        begin = (place - self.first) >> BLOCK_BITS << BLOCK_BITS
         return self.entries_np[begin : begin + _BLOCK]
 
 

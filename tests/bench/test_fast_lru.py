@@ -10,7 +10,7 @@ import pytest
 from kvtier.core.policy.lru import Clock, LruTailFirst
 from kvtier.core.table import NO_ROW, CopyTable
 
-fast_lru = pytest.importorskip("kvtier.core.policy.fast_lru", reason="numba is in extra [fast]")
+fast_lru = pytest.importorskip("kvtier.bench.fast_lru", reason="numba is in extra [fast]")
 
 ROWS = 400
 COLUMNS = ("stamp", "children", "queued", "parent")

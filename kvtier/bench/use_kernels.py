@@ -1,35 +1,28 @@
-"""Compiled loops over the arrays of use_order.py: the same steps, for many rows in one call.
+"""Compiled loops over the arrays of core/policy's use_order.py: its steps, for many rows a call.
 
 Each does to places, entries, counts and columns what the methods of UseOrder and LruTailFirst of
 that name do row by row; tests hold them to that. Numbers that change are in `marks`, by the names
-below. Importing this needs numba (extra `fast`); the caller holds the store's lock.
+below. Importing this compiles it, and needs numba (extra `fast`). One thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
-import numba
+from kvtier.packing.jit_numba import compiled, part
 
-__all__ = ["MARKS", "append", "bring_over", "evict", "touch"]
+__all__ = ["BITS", "MARKS", "append", "bring_over", "evict", "touch"]
 
 #: Of `marks`: where the first row that waits is not before; of the newer part its first place, its
 #: `begin`, `end` and how many wait in it; of the older one its first place, `begin` and how many
-#: wait; entries looked at.
+#: wait; entries looked at; use_order's BLOCK_BITS, which is told because numba's cache would not
+#: notice another one.
 _FRONT, _FIRST, _BEGIN, _END, _WAITING, _OLD_FIRST, _OLD_BEGIN, _OLD_WAITING, _LOOKED = range(9)
-MARKS: Final = 9
-
-_BLOCK_BITS: Final = 10
-
-F = TypeVar("F", bound=Callable[..., object])
+BITS: Final = 9
+MARKS: Final = 10
 
 
-def _compiled(function: F) -> F:
-    return cast("F", numba.njit(cache=True, nogil=True)(function))
-
-
-@_compiled
+@part
 def _write(
     place: int, entry: int, marks: Any, newer: Any, counts: Any, older: Any, old_counts: Any
 ) -> None:
@@ -37,17 +30,19 @@ def _write(
         at = place - marks[_FIRST]
         change = (entry > 0) - (newer[at] > 0)
         newer[at] = entry
-        counts[at >> _BLOCK_BITS] += change
+        counts[at >> marks[BITS]] += change
         marks[_WAITING] += change
     else:
         at = place - marks[_OLD_FIRST]
         change = (entry > 0) - (older[at] > 0)
         older[at] = entry
-        old_counts[at >> _BLOCK_BITS] += change
+        old_counts[at >> marks[BITS]] += change
         marks[_OLD_WAITING] += change
 
 
-@_compiled
+@compiled(
+    "void(i8[::1], i8, u8[::1], i8[::1], u8[::1], i8[::1], i4[::1], i8[::1], i4[::1], i8[::1])"
+)
 def touch(
     rows: Any, stamp: int, stamps: Any, place: Any, queued: Any, marks: Any, newer: Any,
     counts: Any, older: Any, old_counts: Any,
@@ -67,7 +62,7 @@ def touch(
         marks[_END] += 1
 
 
-@_compiled
+@compiled("void(i8[::1], i8, u8[::1], i4[::1], i8[::1], u8[::1], i8[::1], i4[::1], i8[::1])")
 def append(
     rows: Any, stamp: int, stamps: Any, children: Any, place: Any, queued: Any, marks: Any,
     newer: Any, counts: Any,
@@ -79,25 +74,28 @@ def append(
         waits = children[row] == 0
         at = marks[_END] - marks[_FIRST]
         newer[at] = row + 1 if waits else -row - 1
-        counts[at >> _BLOCK_BITS] += waits
+        counts[at >> marks[BITS]] += waits
         marks[_WAITING] += waits
         place[row] = marks[_END]
         queued[row] = waits
         marks[_END] += 1
 
 
-@_compiled
-def _first_waiting(entries: Any, counts: Any, at: int) -> int:
+@part
+def _first_waiting(entries: Any, counts: Any, at: int, bits: int) -> int:
     """Where the first row that waits is, from here on; there is one."""
     while entries[at] <= 0:
         at += 1
-        if not at & ((1 << _BLOCK_BITS) - 1):
-            while not counts[at >> _BLOCK_BITS]:
-                at += 1 << _BLOCK_BITS
+        if not at & ((1 << bits) - 1):
+            while not counts[at >> bits]:
+                at += 1 << bits
     return at
 
 
-@_compiled
+@compiled(
+    "i8(i8[::1], i4[::1], i4[::1], i4[::1], i8[::1], u8[::1], i8[::1], i4[::1], i8[::1], i4[::1],"
+    " i8[::1])"
+)
 def evict(
     gone: Any, children: Any, leases: Any, parents: Any, place: Any, queued: Any, marks: Any,
     newer: Any, counts: Any, older: Any, old_counts: Any,
@@ -110,11 +108,11 @@ def evict(
     while found < len(gone):
         if marks[_OLD_WAITING]:
             first, begin = marks[_OLD_FIRST], marks[_OLD_BEGIN]
-            at = _first_waiting(older, old_counts, max(marks[_FRONT], begin) - first)
+            at = _first_waiting(older, old_counts, max(marks[_FRONT], begin) - first, marks[BITS])
             row = older[at] - 1
         elif marks[_WAITING]:
             first, begin = marks[_FIRST], marks[_BEGIN]
-            at = _first_waiting(newer, counts, max(marks[_FRONT], begin) - first)
+            at = _first_waiting(newer, counts, max(marks[_FRONT], begin) - first, marks[BITS])
             row = newer[at] - 1
         else:
             break
@@ -140,10 +138,10 @@ def evict(
     return found
 
 
-@_compiled
+@compiled("UniTuple(i8, 2)(i8, i8, i4[::1], i8[::1], i4[::1], i8[::1], i8, i8, i8[::1], i8)")
 def bring_over(
     begin: int, end: int, older: Any, old_counts: Any, newer: Any, counts: Any, to: int,
-    first: int, place: Any,
+    first: int, place: Any, bits: int,
 ) -> tuple[int, int]:  # fmt: skip
     """Entries `begin` to before `end` of the older part come to the newer one, whose first place is
     `first`, before its entry `to`: (how many were no holes, how many of them wait)."""
@@ -159,6 +157,6 @@ def bring_over(
         place[abs(entry) - 1] = first + to
         if entry > 0:
             waiting += 1
-            old_counts[at >> _BLOCK_BITS] -= 1
-            counts[to >> _BLOCK_BITS] += 1
+            old_counts[at >> bits] -= 1
+            counts[to >> bits] += 1
     return moved, waiting

@@ -2,8 +2,7 @@
 
 State, order and outcome of every call are those of LruTailFirst, whose methods it inherits and
 whose arrays it works on; a call that is given many rows at once is compiled (use_kernels.py), and
-`evict_many` names many at once. Importing this needs numba (extra `fast`). The caller holds the
-store's lock.
+`evict_many` names many at once. Importing this needs numba (extra `fast`). One thread.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.policy import use_kernels
+from kvtier.bench import use_kernels
 from kvtier.core.policy.lru import Clock, LruTailFirst
-from kvtier.core.policy.use_order import Part, UseOrder
+from kvtier.core.policy.use_order import BLOCK_BITS, Part, UseOrder
 from kvtier.core.table import CopyTable
 
 __all__ = ["FastLru"]
@@ -30,6 +29,7 @@ class _FastOrder(UseOrder):
     def __init__(self, table: CopyTable) -> None:
         super().__init__(table)
         self._marks_np: Rows = np.zeros(use_kernels.MARKS, np.int64)
+        self._marks_np[use_kernels.BITS] = BLOCK_BITS
         self._marks = self._marks_np.data
         self._stamps = table.column("stamp")
         self._children = table.column("children")
@@ -79,6 +79,7 @@ class _FastOrder(UseOrder):
         moved, waiting = use_kernels.bring_over(
             begin - old.first, old.end - old.first, old.entries_np, old.counts_np, new.entries_np,
             new.counts_np, new.begin - new.first, new.first, self._place_np,
+            BLOCK_BITS,
         )  # fmt: skip
         self.looked_at += old.end - begin
         new.begin -= moved
