@@ -122,7 +122,14 @@ def _open_missing_streams() -> None:
             setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False))
     if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
         # PYTHONUNBUFFERED: a write without a buffer may take a part, and nobody looks.
-        sys.stdout = os.fdopen(sys.stdout.fileno(), "w", buffering=1, closefd=False)
+        sys.stdout = os.fdopen(
+            sys.stdout.fileno(),
+            "w",
+            buffering=1,
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            closefd=False,
+        )
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

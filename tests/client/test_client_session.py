@@ -55,8 +55,8 @@ def test_a_late_stale_answer_does_not_mark_a_reopened_namespace(daemon, layout):
             plane, entered, go = ns.link.plane, asyncio.Event(), asyncio.Event()
             lookup = plane.lookup
 
-            async def late(*args):
-                found = await lookup(*args)
+            async def late(*args, **options):
+                found = await lookup(*args, **options)
                 entered.set()
                 await go.wait()
                 return found
@@ -356,9 +356,9 @@ def test_traceparent_travels_with_lookup_get_and_put(ns, kv, daemon, make_pages)
     plane = kv._async.link.plane
     lookup, get = plane.lookup, plane.get
 
-    async def spy_lookup(handle, some, hints, deadline):
+    async def spy_lookup(handle, some, hints, deadline, **options):
         seen["lookup"] = hints.traceparent
-        return await lookup(handle, some, hints, deadline)
+        return await lookup(handle, some, hints, deadline, **options)
 
     async def spy_get(query, sink, deadline):
         seen["get"] = query.hints.traceparent

@@ -161,9 +161,9 @@ def test_the_victims_are_those_of_the_model(
 ) -> None:
     if are_small:
         order = "kvtier.core.policy.use_order"
-        small = {"BLOCK_BITS": 3, "BLOCK": 8, "STEPS_MIN": 0, "ROOM_MIN": 2, "VECTOR_FROM": 3}
-        for name, value in (small | {"LOOKED_AT_ONE_BY_ONE": 1}).items():
-            monkeypatch.setattr(f"{order}._{name}", value)
+        small = {"BLOCK_BITS": 3, "_BLOCK": 8, "_STEPS_MIN": 0, "_ROOM_MIN": 2, "_VECTOR_FROM": 3}
+        for name, value in (small | {"_LOOKED_AT_ONE_BY_ONE": 1}).items():
+            monkeypatch.setattr(f"{order}.{name}", value)
         monkeypatch.setattr("kvtier.core.policy.lru._KEPT_ONE_BY_ONE", 2)
     rng = np.random.default_rng(seed)
     both = Both(rng)

@@ -83,9 +83,12 @@ def _is_loopback(host: str) -> bool:
 
 
 def _port(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
     if not 0 <= number <= _PORT_MAX:
-        raise argparse.ArgumentTypeError(f"{number} is no port: 0 to {_PORT_MAX}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to {_PORT_MAX}")
     return number
 
 

@@ -4,7 +4,7 @@ answer (`answers.py`); the others end the command.
 
 from __future__ import annotations
 
-from kvtier.errors import InvalidInput, KvtierError, MissingExtra
+from kvtier.errors import InvalidInput, KvtierError
 
 __all__ = [
     "AddressUnusable",
@@ -59,5 +59,5 @@ class ServerEnded(KvtierError):
     """The HTTP server ended by itself."""
 
 
-class UvicornUnsuitable(MissingExtra):
+class UvicornUnsuitable(KvtierError):
     """The uvicorn that is installed does not have what the connections are built on."""
