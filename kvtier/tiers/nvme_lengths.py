@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -110,12 +111,15 @@ class LengthNote:
             self._write(sync=True)
 
     def note(self, number: int, nbytes: int) -> None:
-        """The first `nbytes` of the journal are durable now. Raises OSError."""
+        """The first `nbytes` of the journal are durable now. Where that cannot be noted (there is no
+        descriptor left, say) the file names less, and what is durable stays so.
+        """
         with self._lock:
             assert self._of is not None, "begin comes first"
             if self._of.get(number, nbytes) < nbytes:
                 self._of[number] = nbytes
-                self._write(sync=False)
+                with suppress(OSError):
+                    self._write(sync=False)
 
     def _write(self, *, sync: bool) -> None:
         assert self._of is not None
