@@ -111,8 +111,8 @@ class LengthNote:
             self._write(sync=True)
 
     def note(self, number: int, nbytes: int) -> None:
-        """The first `nbytes` of the journal are durable now. Where that cannot be noted (there is no
-        descriptor left, say) the file names less, and what is durable stays so.
+        """The first `nbytes` of the journal are durable now. Where that cannot be noted (there is
+        no descriptor left, say) the file names less, and what is durable stays so.
         """
         with self._lock:
             assert self._of is not None, "begin comes first"
