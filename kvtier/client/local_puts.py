@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -108,10 +109,11 @@ class LocalPuts:
         left = every
         try:
             if self._has_turn(deadline if is_raw else None, stop) and not self._is_busy:
-                left = self._in_turn(writer, opened, deadline, stop) if is_raw else every
-                if left:
-                    self._make_way(deadline)
-                self._used_at = time.monotonic()
+                with self._undisturbed():
+                    left = self._in_turn(writer, opened, deadline, stop) if is_raw else every
+                    if left:
+                        self._make_way(deadline)
+                    self._used_at = time.monotonic()
         finally:
             self._end_turn()
         self._tally.add(left=len(left))
@@ -128,32 +130,39 @@ class LocalPuts:
                 break
         return False
 
-    def _end_turn(self) -> None:
-        try:
-            self._turn.release()
-        except RuntimeError:
-            return  # it was somebody else's
-        if self._is_closed:
-            self.close()  # which may have come while it was ours
-
-    def _in_turn(
-        self, writer: Writer, opened: OpenedNamespace, deadline: Deadline, stop: threading.Event
-    ) -> list[int]:
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Around all that the owner of the turn does with the channel: a call in the middle of it,
+        by the same thread, has the turn too and must leave the channel alone.
+        """
         self._is_busy = True
         try:
-            channel = self._attached(deadline)
-            if channel is None:
-                return list(range(len(writer.keys)))
-            if not self._will_rest:
-                self._will_rest = True
-                self._rest_soon()
-            return self._put(channel, writer, opened, deadline, stop)
+            yield
         except BaseException:
             # Interrupted anywhere: what the pool says may not be so. The daemon knows.
             self._end("a put was interrupted")
             raise
         finally:
             self._is_busy = False
+
+    def _end_turn(self) -> None:
+        try:
+            self._turn.release()
+        except RuntimeError:
+            return  # it was somebody else's
+        if self._is_closed:
+            self.close()  # which may have come while somebody was busy
+
+    def _in_turn(
+        self, writer: Writer, opened: OpenedNamespace, deadline: Deadline, stop: threading.Event
+    ) -> list[int]:
+        channel = self._attached(deadline)
+        if channel is None:
+            return list(range(len(writer.keys)))
+        if not self._will_rest:
+            self._will_rest = True
+            self._rest_soon()
+        return self._put(channel, writer, opened, deadline, stop)
 
     def _put(
         self,
@@ -198,7 +207,10 @@ class LocalPuts:
         if not self._turn.acquire(blocking=False):
             return True
         try:
-            self._will_rest = self._rest()
+            if self._is_busy:
+                return True
+            with self._undisturbed():
+                self._will_rest = self._rest()
             return self._will_rest
         finally:
             self._end_turn()
@@ -220,7 +232,8 @@ class LocalPuts:
         self._is_closed = True
         if self._turn.acquire(blocking=False):
             try:
-                self._end("the connection is closed")
+                if not self._is_busy:
+                    self._end("the connection is closed")
             finally:
                 self._turn.release()
 

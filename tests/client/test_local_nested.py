@@ -19,19 +19,20 @@ import torch
 import kvtier
 from kvtier.core.page import Codec, GetCode, PutCode
 from kvtier.errors import InvalidConfigValue, LimitExceeded, PageSizeError
-from tests.client.local_puts_rig import opened, remote
+from tests.client.local_puts_rig import metrics, opened, remote, soon
 from tests.client.local_rig import NBYTES, pages_of, separate_keys
 from tests.forks import daemon_of_its_own
 from tests.signals import interrupted
 
 HANG_S = 50
+METRICS = "daemon.metrics_listen=127.0.0.1:0"
 MODULES = re.compile(r"/kvtier/(client|transfer/local|packing)/")
 
 
 @pytest.fixture(scope="module")
 def shared(forker):
     """One daemon for the tests that leave it as it was; each has a tenant of its own."""
-    with daemon_of_its_own(forker, "host.bytes=192MiB") as running:
+    with daemon_of_its_own(forker, "host.bytes=192MiB", METRICS) as running:
         yield running
 
 
@@ -58,6 +59,12 @@ class Calls:
         put = self.ns.put(keys, pages_of(keys, NBYTES), chain=False)
         assert put.reasons == [PutCode.STORED] * 8
 
+    def left(self):
+        """A put that is none for shared memory: gives back what was granted there for later."""
+        keys = separate_keys(self.ns, 8 * next(self.numbers), 8)
+        with suppress(kvtier.NotImplementedYet):  # without NVMe
+            self.ns.put(keys, pages_of(keys, NBYTES), chain=False, durable="nvme")
+
     def flush(self):
         """By the connection's loop, which must wait for no lock of the thread that asks."""
         with suppress(kvtier.NotImplementedYet):  # without NVMe, after it has counted
@@ -82,8 +89,8 @@ def watched():
         watcher.join()
 
 
-@pytest.mark.parametrize("inner", ["lookup", "get", "put", "flush"])
-@pytest.mark.parametrize("outer", ["lookup", "get", "put"])
+@pytest.mark.parametrize("inner", ["lookup", "get", "put", "left", "flush"])
+@pytest.mark.parametrize("outer", ["lookup", "get", "put", "left"])
 def test_a_call_at_every_place_of_a_call(shared, outer, inner):
     """As a finalizer or the handler of a signal makes it, with any lock of the call held: once from
     every line of the client that calls something."""
@@ -113,6 +120,35 @@ def test_a_call_at_every_place_of_a_call(shared, outer, inner):
                 sys.setprofile(None)
             work()
         assert len(places) > 60
+
+
+@pytest.mark.parametrize("outer", ["get", "put", "left"])
+def test_a_close_in_the_middle_of_a_call(shared, outer):
+    """By the same thread: it ends, with what it did or as closed, and no slot stays granted."""
+    ended = 0
+    for place in range(0, 250, 24):
+        with opened(shared, tenant=f"closed {outer} {place}", deadline=5) as (kv, ns):
+            calls = Calls(kv, ns)
+            work = getattr(calls, outer)
+            work()
+            left = itertools.count(place, -1)
+
+            def look(frame, *_, left=left, kv=kv):
+                if MODULES.search(frame.f_code.co_filename) and next(left) == 0:
+                    sys.setprofile(None)
+                    kv.close()
+
+            with watched():
+                sys.setprofile(look)
+                try:
+                    work()
+                except kvtier.ClientClosed:
+                    ended += 1
+                finally:
+                    sys.setprofile(None)
+    assert ended
+    name = 'kvtier_local_grant_bytes{{state="{}"}}'.format
+    soon(lambda: [metrics(shared)[name(s)] for s in ("granted", "quarantined")] == [0, 0])
 
 
 @pytest.mark.parametrize("inner", ["lookup", "get", "put"])
