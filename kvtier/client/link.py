@@ -20,10 +20,10 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final, TypeAlias
 
 from kvtier.client.codec_thread import CodecThread
-from kvtier.client.flushing import Unflushed
 from kvtier.client.held_thread import HeldThread
 from kvtier.client.local_attachment import LocalAttachment
 from kvtier.client.settings import PlaneChoice, Settings, checked_seconds
+from kvtier.client.unflushed import Unflushed
 from kvtier.core.page import KEY_BYTES, GetCode
 from kvtier.errors import (
     ClientClosed,

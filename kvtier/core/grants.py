@@ -18,7 +18,6 @@ import heapq
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +30,8 @@ from kvtier.core.page_columns import PageColumns, once_each, rows_of
 from kvtier.core.placement import Placement
 from kvtier.core.residents import Residents
 from kvtier.core.slabs import SLOT_UNIT, record_bytes_of
+from kvtier.core.store_config import StoreConfig
 from kvtier.core.table import NO_ROW
-
-if TYPE_CHECKING:
-    from kvtier.core.store import StoreConfig
 
 __all__ = ["Grants"]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -39,29 +38,17 @@ from kvtier.core.residents import Residents
 from kvtier.core.room import Room
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.snapshots import Snapshots
+from kvtier.core.store_config import StoreConfig
 from kvtier.core.survey import Survey
 from kvtier.core.table import NO_ROW, CopyTable
 from kvtier.core.usage import Usage
 from kvtier.core.watching import Watching
 
-__all__ = ["Counters", "Store", "StoreConfig"]
+__all__ = ["Counters", "Store"]
 
 Keys = npt.NDArray[np.uint8]  # shape (n, 32)
 Codes = npt.NDArray[np.uint8]
 MakePolicy = Callable[[CopyTable, Clock], Policy]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConfig:
-    boot_id: int
-    pages_max: int
-    #: Of these, what one tier may take; a tier that is not named has no bound of its own.
-    tier_pages_max: Mapping[Tier, int] = field(default_factory=dict)
-    seed: int
-    events_max: int = 65_536
-    quarantine_share: float = 0.05
-    #: Of the host tier, what one holder may be granted ahead of time.
-    grants_share: float = 0.02
 
 
 def _with_clock(

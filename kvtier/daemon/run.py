@@ -24,7 +24,8 @@ from kvtier.core.generations import Generations
 from kvtier.core.page import Tier
 from kvtier.core.policy import POLICIES
 from kvtier.core.slabs import SlabAllocator
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from kvtier.daemon.local_plane import LocalPlane
 from kvtier.daemon.local_writes import LocalWrites, PutReport
 from kvtier.daemon.logs import setup_logging

@@ -13,7 +13,8 @@ from kvtier.core.generations import Generations
 from kvtier.core.handles import Filling, Reading
 from kvtier.core.page import NO_SUM, Codec, PageMeta, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from kvtier.core.table import NO_ROW, CopyTable
 from kvtier.testing.listing_book import ListingBook
 

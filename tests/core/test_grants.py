@@ -9,7 +9,8 @@ from kvtier.core.handles import Filling, Reading
 from kvtier.core.ledger import LedgerError
 from kvtier.core.page import PageRef, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from tests.core.grant_support import (
     STALE,
     STORED,

@@ -10,7 +10,8 @@ from kvtier.core.handles import Reading
 from kvtier.core.page import Codec, DeleteCode, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.snapshots import Copies
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from tests.core.support import NS, RECORD, begin_move, demote, key, keys, make_store, present, put
 
 

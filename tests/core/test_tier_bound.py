@@ -11,7 +11,8 @@ from kvtier.core.page import GetCode, PutCode, Tier
 from kvtier.core.policy import POLICIES
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.snapshots import Copies
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from tests.core.support import NS, RECORD, demote, key, keys, meta, present, put
 
 HOST, NVME = Tier.HOST, Tier.NVME

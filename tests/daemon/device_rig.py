@@ -16,7 +16,8 @@ from kvtier.core.generations import Generations
 from kvtier.core.handles import Filling
 from kvtier.core.page import NO_SUM, Codec, PageMeta, PageRef, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from kvtier.daemon.devices import DeviceHealth, Devices
 from kvtier.daemon.durability import DirectoryFiles, Durability
 from kvtier.tiers.nvme import NvmeDevice, NvmeTier, open_device

@@ -18,7 +18,8 @@ from kvtier.core.generations import Generations
 from kvtier.core.handles import Filling, Reading
 from kvtier.core.page import Codec, PageMeta, PageRef, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from kvtier.daemon.scrub import NvmeFiles, Scrubber, ScrubParts, ScrubReport
 from kvtier.packing.checksum import payload_sum
 from kvtier.packing.record import RecordHeader, encode_header, record_bytes

@@ -15,7 +15,8 @@ from kvtier.core.generations import Generations
 from kvtier.core.handles import Filling, Reading
 from kvtier.core.page import NO_SUM, Codec, PageMeta, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from kvtier.daemon.durability import DirectoryFiles, Durability
 from kvtier.errors import DirectoryError
 from kvtier.tiers.nvme_journal import Delete, Entry, Mark, journal_paths, read_journal

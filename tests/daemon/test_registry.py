@@ -14,7 +14,8 @@ from kvtier.core.generations import Generations
 from kvtier.core.namespaces import FamilyIdentity, ShardIdentity
 from kvtier.core.page import GetCode, Tier
 from kvtier.core.slabs import SlabAllocator
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from kvtier.daemon.registry import Registry
 from kvtier.daemon.state import open_directory
 from kvtier.errors import DirectoryError, GenerationConflict, UnknownNamespace

@@ -16,7 +16,8 @@ from kvtier.core.handles import Filling, Reading
 from kvtier.core.page import NO_SUM, Codec, PageMeta, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.snapshots import Copies
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from kvtier.packing.checksum import payload_sum
 from kvtier.packing.record import HEADER_BYTES, RecordHeader, encode_header, record_bytes
 from kvtier.tiers.host import HostArena

@@ -21,7 +21,8 @@ from kvtier.core.handles import Filling
 from kvtier.core.page import NO_SUM, Codec, GetCode, PageMeta, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.snapshots import Copies
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from kvtier.daemon.durability import DirectoryFiles, Durability
 from tests.faults.kinds_rig import key_of, until
 

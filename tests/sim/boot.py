@@ -17,7 +17,8 @@ from kvtier.core.namespaces import Family
 from kvtier.core.page import Codec, Tier
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.snapshots import Copies
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from kvtier.daemon.durability import Durability
 from kvtier.daemon.registry import Registry
 from kvtier.daemon.tiering import Tiering

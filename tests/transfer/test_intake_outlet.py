@@ -13,7 +13,8 @@ import pytest
 from kvtier.core.generations import Generations
 from kvtier.core.page import NO_SUM, Codec, GetCode, PageMeta, PutCode, Tier
 from kvtier.core.slabs import SlabAllocator
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from kvtier.errors import ChunkError, KeyLengthError, LimitExceeded
 from kvtier.packing.checksum import payload_sum
 from kvtier.packing.layout import Layout, Role, ScaleRule, Segment

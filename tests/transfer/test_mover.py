@@ -13,7 +13,8 @@ from kvtier.core.generations import Generations
 from kvtier.core.handles import Reading
 from kvtier.core.page import NO_SUM, Codec, PageMeta, Tier
 from kvtier.core.slabs import SlabAllocator
-from kvtier.core.store import Store, StoreConfig
+from kvtier.core.store import Store
+from kvtier.core.store_config import StoreConfig
 from kvtier.packing.checksum import payload_sum
 from kvtier.packing.record import HEADER_BYTES, RecordHeader, encode_header, record_bytes
 from kvtier.testing.memory_tier import MemoryTier
