@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import Config, LogFormat, Verify, settings
-from kvtier.config_kinds import Choice, Seconds, Size, Whole
-from kvtier.config_load import load
+from kvtier.config.kinds import Choice, Seconds, Size, Whole
+from kvtier.config.load import load
 from kvtier.errors import InvalidConfigValue, UnknownConfigKey
 
 SETTINGS = settings()
@@ -310,7 +310,7 @@ def test_files_that_cannot_be_read(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InvalidConfigValue, match="nobody"):
-        patch.setattr("kvtier.config_load._FILE_SILENCE_S", 0.05)
+        patch.setattr("kvtier.config.load._FILE_SILENCE_S", 0.05)
         load(file=pipe, environ={})
     latin = tmp_path / "latin.toml"
     latin.write_bytes(b"# \xe9\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import config, config_storage
+from kvtier import config
 from kvtier.config import (
     CodecName,
     Config,
@@ -16,9 +16,10 @@ from kvtier.config import (
     PolicyName,
     ScrubConfig,
     WritePolicy,
+    storage,
 )
-from kvtier.config_docs import default_toml, effective_toml, reference_markdown
-from kvtier.config_load import load
+from kvtier.config.docs import default_toml, effective_toml, reference_markdown
+from kvtier.config.load import load
 from kvtier.errors import InvalidConfigValue
 
 
@@ -80,16 +81,16 @@ def test_without_paths_there_is_no_nvme_tier():
 
 
 def test_every_name_can_be_imported_from_one_module():
-    assert set(config_storage.__all__) < set(config.__all__)
-    for name in config_storage.__all__:
-        assert getattr(config, name) is getattr(config_storage, name)
+    assert set(storage.__all__) < set(config.__all__)
+    for name in storage.__all__:
+        assert getattr(config, name) is getattr(storage, name)
 
 
 def test_the_modules_import_in_one_direction():
-    order = ["config_kinds", "config_fields", "config_storage", "config", "config_load"]
+    order = ["kinds", "fields", "storage", "local", "tree", "load", "docs"]
     for at, name in enumerate(order):
         text = Path(config.__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-        imported = [later for later in order[at:] if f"from kvtier.{later} import" in text]
+        imported = [later for later in order[at:] if f"from kvtier.config.{later} import" in text]
         assert imported == [], name
 
 

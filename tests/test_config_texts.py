@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import Config, settings
-from kvtier.config_docs import default_toml, effective_table, effective_toml, reference_markdown
-from kvtier.config_kinds import parse_listen, size_text
-from kvtier.config_load import load
+from kvtier.config.docs import default_toml, effective_table, effective_toml, reference_markdown
+from kvtier.config.kinds import parse_listen, size_text
+from kvtier.config.load import load
 from kvtier.errors import InvalidConfigValue
 
 SETTINGS = settings()

@@ -21,7 +21,7 @@ from kvtier.bench.report import percent, size_text
 from kvtier.cli.bench_trace import load_trace
 from kvtier.cli.options import naming
 from kvtier.cli.progress_bar import ProgressBar
-from kvtier.config_kinds import Size
+from kvtier.config.kinds import Size
 from kvtier.core.policy import POLICIES
 
 __all__ = ["run"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from kvtier.cli.checks_nvme import check_nvme
 from kvtier.cli.finding import Finding, Grade, fail, ok, warn
 from kvtier.client import connect
-from kvtier.config_load import Effective
+from kvtier.config.load import Effective
 from kvtier.core.page import Tier
 from kvtier.errors import KvtierError
 from kvtier.tiers.host import SLAB_BYTES, slab_layout

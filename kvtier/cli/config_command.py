@@ -9,8 +9,8 @@ from typing import Any
 
 from kvtier.cli.failures import say_error
 from kvtier.cli.options import add_config, configuration
-from kvtier.config_docs import default_toml, effective_table, effective_toml, reference_markdown
-from kvtier.config_load import problems
+from kvtier.config.docs import default_toml, effective_table, effective_toml, reference_markdown
+from kvtier.config.load import problems
 
 __all__ = ["register"]
 

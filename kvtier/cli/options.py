@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtier.config import process_environment
-from kvtier.config_load import Effective, load
+from kvtier.config.load import Effective, load
 from kvtier.errors import DaemonUnavailable, DeadlineExceeded
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.options import add_url, daemon_url
-from kvtier.config_kinds import Size
+from kvtier.config.kinds import Size
 from kvtier.errors import Busy, NotDurable
 from kvtier.streams import opened_writer, write_all
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.options import add_url, connected
 from kvtier.cli.table import table
-from kvtier.config_kinds import size_text
+from kvtier.config.kinds import size_text
 
 if TYPE_CHECKING:
     from kvtier.transfer.planes.values import (

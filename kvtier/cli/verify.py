@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from kvtier.cli.options import add_url, connected
-from kvtier.config_kinds import Size
+from kvtier.config.kinds import Size
 
 if TYPE_CHECKING:
     from kvtier.transfer.planes.values import VerifyProgress

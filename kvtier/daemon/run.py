@@ -17,9 +17,9 @@ from pathlib import Path
 
 from kvtier._version import __version__
 from kvtier.config import PAGE_BYTES_PER_INDEX_ENTRY, CodecName, Switch, process_environment
-from kvtier.config_docs import effective_table
-from kvtier.config_kinds import parse_listen
-from kvtier.config_load import CRASH_VARIABLE, DEFAULT_SOURCE, Effective
+from kvtier.config.docs import effective_table
+from kvtier.config.kinds import parse_listen
+from kvtier.config.load import CRASH_VARIABLE, DEFAULT_SOURCE, Effective
 from kvtier.core.generations import Generations
 from kvtier.core.page import Tier
 from kvtier.core.policy import POLICIES

@@ -20,8 +20,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvtier.config_kinds import parse_listen
-from kvtier.config_load import Effective
+from kvtier.config.kinds import parse_listen
+from kvtier.config.load import Effective
 from kvtier.daemon.node import Node, NodeState
 from kvtier.daemon.services_admin import AdminService
 from kvtier.daemon.services_pages import PagesService

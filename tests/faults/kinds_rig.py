@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 
 import kvtier
-from kvtier.config_load import load
+from kvtier.config.load import load
 from kvtier.core.handles import Reading
 from kvtier.core.page import GetCode, PageRef, Tier
 from kvtier.daemon import run

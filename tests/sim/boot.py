@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.config_storage import NvmeConfig, WritePolicy
+from kvtier.config.storage import NvmeConfig, WritePolicy
 from kvtier.core.budget import WriteBudget
 from kvtier.core.generations import Generations
 from kvtier.core.namespaces import Family

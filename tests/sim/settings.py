@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from kvtier.config_storage import WritePolicy
+from kvtier.config.storage import WritePolicy
 from kvtier.testing.faulty_tier import Fault, FaultKind
 from kvtier.tiers.base import TierOperation
 from tests.sim.boot import Setting

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from kvtier.config_fields import GIB, KIB, MIB, TIB, seconds, size, whole
-from kvtier.config_kinds import Choice, Directories
+from kvtier.config.fields import GIB, KIB, MIB, TIB, seconds, size, whole
+from kvtier.config.kinds import Choice, Directories
 
 __all__ = [
     "PAGE_BYTES_PER_INDEX_ENTRY",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
-from kvtier.config import Setting, settings
-from kvtier.config_load import DEFAULT_SOURCE, Effective
+from kvtier.config.load import DEFAULT_SOURCE, Effective
+from kvtier.config.tree import Setting, settings
 
 __all__ = ["default_toml", "effective_table", "effective_toml", "reference_markdown"]
 

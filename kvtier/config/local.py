@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.config_fields import whole
-from kvtier.config_kinds import Choice
+from kvtier.config.fields import whole
+from kvtier.config.kinds import Choice
 
 __all__ = ["LocalConfig", "Switch"]
 

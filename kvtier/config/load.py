@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier.config import Config, Setting, settings
-from kvtier.config_kinds import parse_listen
+from kvtier.config.kinds import parse_listen
+from kvtier.config.tree import Config, Setting, settings
 from kvtier.errors import ConfigError, InvalidConfigValue, UnknownConfigKey
 from kvtier.streams import read_bytes
 

@@ -1,6 +1,6 @@
 """Fields of the sections of the configuration: a default with its kind and its meaning.
 
-Pure helpers for `kvtier.config` and `kvtier.config_storage`; they return dataclass fields.
+Pure helpers for `kvtier.config` and `kvtier.config.storage`; they return dataclass fields.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from kvtier.config_kinds import Seconds, Size, Whole
+from kvtier.config.kinds import Seconds, Size, Whole
 
 __all__ = ["GIB", "KIB", "MIB", "TIB", "seconds", "size", "whole"]
 

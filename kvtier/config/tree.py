@@ -18,10 +18,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from kvtier.config_fields import GIB, KIB, MIB, TIB, seconds, size, whole
-from kvtier.config_kinds import Choice, Directory, Kind, ListenAddresses, MetricsAddress
-from kvtier.config_local import LocalConfig, Switch
-from kvtier.config_storage import (
+from kvtier.config.fields import GIB, KIB, MIB, TIB, seconds, size, whole
+from kvtier.config.kinds import Choice, Directory, Kind, ListenAddresses, MetricsAddress
+from kvtier.config.local import LocalConfig, Switch
+from kvtier.config.storage import (
     PAGE_BYTES_PER_INDEX_ENTRY,
     CodecName,
     DirectIo,
@@ -253,7 +253,7 @@ class GrpcConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything that can be set. Build it with `kvtier.config_load.load`."""
+    """Everything that can be set. Build it with `kvtier.config.load.load`."""
 
     daemon: DaemonConfig = field(default_factory=DaemonConfig)
     host: HostConfig = field(default_factory=HostConfig)
