@@ -1,11 +1,13 @@
 """Every measurement in one run, one after the other: a table, JSON and a picture.
 
-    python -m benchmarks.bench [--quick] [--only PREFIX ...] [--out DIR] [--seed N]
+    python -m benchmarks.bench [--quick] [--only PREFIX ...] [--passes N] [--out DIR] [--seed N]
     python -m benchmarks.bench --compare A.json B.json
 
 The table goes to stdout, what is being done to stderr; `results.json`, `results.md` and, where
 matplotlib is installed, `results.png` into the folder of `--out`. Each benchmark is a process of
-its own, so that none finds the memory or the allocator of another; never two at once.
+its own, so that none finds the memory or the allocator of another; never two at once. All of them
+are gone through in several passes, each with its share of the rounds: a row is the median of those
+of its passes, minutes apart and in processes of their own.
 
 What could not be measured is named with the reason. The exit status is 1 if a benchmark failed: a
 target that was not reached is no failure of the measurement. `--compare` prints the rows whose
@@ -23,18 +25,20 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from benchmarks.compare import compare
 from benchmarks.machine import described, environment
 from benchmarks.picture import draw
-from benchmarks.plan import fio_command, progress, wants_some
+from benchmarks.plan import fio_command, positive, progress, wants_some
 from benchmarks.rows import Missing, Row, markdown
 
 __all__ = ["GROUPS", "Group", "main"]
 
 OUT = Path("build/bench")
 GROUP_S_MAX = 3600.0
+PASSES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,35 @@ class Outcome:
     rows: list[Row]
     missing: list[Missing]
     is_failed: bool
+
+
+class Found:
+    """What the passes have measured so far."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[Row]] = {}
+        self._missing: dict[Missing, None] = {}
+        self.is_failed = False
+
+    def add(self, outcome: Outcome) -> None:
+        for row in outcome.rows:
+            self._rows.setdefault(row.name, []).append(row)
+        self._missing |= dict.fromkeys(outcome.missing)
+        self.is_failed = self.is_failed or outcome.is_failed
+
+    def rows(self) -> list[Row]:
+        """A row of each name, in the order in which they came first."""
+        return [Row.of_passes(rows) for rows in self._rows.values()]
+
+    def missing(self) -> list[Missing]:
+        """Each once, however many passes were without it."""
+        return list(self._missing)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "rows": [row.as_json() for row in self.rows()],
+            "not_measured": [item.as_json() for item in self.missing()],
+        }
 
 
 def run(group: Group, words: Sequence[str]) -> Outcome:
@@ -110,6 +143,7 @@ def _watched(command: Sequence[str]) -> tuple[int, str]:
 
 def words_for(group: Group, arguments: argparse.Namespace, fio: str | None) -> list[str]:
     words = ["--seed", str(arguments.seed), "--dir", str(arguments.dir)]
+    words += ["--passes", str(_passes(arguments))]
     if arguments.quick:
         words.append("--quick")
     if arguments.only:
@@ -139,26 +173,23 @@ def measure(arguments: argparse.Namespace) -> int:
         names = ", ".join(group.name for group in GROUPS)
         progress(f"no row begins with {' or '.join(only)}; they begin with {names}")
         return 2
-    rows: list[Row] = []
-    missing: list[Missing] = []
-    is_failed = False
-    for number, group in enumerate(groups, 1):
-        progress(f"[{number}/{len(groups)}] {group.module}")
-        outcome = run(group, words_for(group, arguments, fio))
-        rows += outcome.rows
-        missing += outcome.missing
-        is_failed = is_failed or outcome.is_failed
+    passes = _passes(arguments)
+    found = Found()
+    for number, (turn, group) in enumerate(product(range(passes), groups), 1):
+        progress(f"[{number}/{passes * len(groups)}] {group.module}, pass {turn + 1} of {passes}")
+        found.add(run(group, words_for(group, arguments, fio)))
         # After each: a run that is cut short has measured something, too.
-        document = facts | {
-            "rows": [row.as_json() for row in rows],
-            "not_measured": [item.as_json() for item in missing],
-        }
-        save_numbers(arguments.out, document)
+        save_numbers(arguments.out, facts | {"passes": passes} | found.as_json())
+    rows, missing = found.rows(), found.missing()
     quick = "A quick run: it shows that the measurements work, not what they measure.\n\n"
     text = f"{described(facts)}\n\n{quick if arguments.quick else ''}{markdown(rows, missing)}"
     sys.stdout.write(text)
     save_text(arguments.out, text, rows)
-    return 1 if is_failed else 0
+    return 1 if found.is_failed else 0
+
+
+def _passes(arguments: argparse.Namespace) -> int:
+    return 1 if arguments.quick else int(arguments.passes)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -167,6 +198,9 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="little of everything: does it work?")
     parser.add_argument("--only", nargs="+", metavar="PREFIX", help="rows whose names begin so")
+    parser.add_argument(
+        "--passes", type=positive, default=PASSES, help=f"default {PASSES}; --quick is one"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help=f"default {OUT}")
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the device to measure")
     parser.add_argument("--seed", type=int, default=1)

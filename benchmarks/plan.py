@@ -25,6 +25,7 @@ __all__ = [
     "finish",
     "fio_command",
     "parser_of",
+    "positive",
     "progress",
     "wants",
     "wants_some",
@@ -34,6 +35,7 @@ T = TypeVar("T")
 Measured = Row | Missing
 _FIO_VARIABLE = "KVTIER_FIO"
 _QUICK_ROUNDS = 2
+_PASS_ROUNDS_MIN = 3  # of fewer, the median would be any of them
 
 
 def wants(only: tuple[str, ...], name: str) -> bool:
@@ -57,6 +59,8 @@ class Plan:
     only: tuple[str, ...] = ()
     directory: Path = Path()
     rounds_given: int | None = None
+    #: How many processes share the rounds, of which this is one.
+    passes: int = 1
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Plan:
@@ -66,13 +70,15 @@ class Plan:
             only=tuple(arguments.only or ()),
             directory=arguments.dir,
             rounds_given=arguments.rounds,
+            passes=arguments.passes,
         )
 
     def sized(self, full: T, quick: T) -> T:
         return quick if self.quick else full
 
     def rounds(self, full: int) -> int:
-        return self.rounds_given or self.sized(full, _QUICK_ROUNDS)
+        share = max(_PASS_ROUNDS_MIN, -(-full // self.passes))
+        return self.rounds_given or self.sized(min(full, share), _QUICK_ROUNDS)
 
     def wants(self, name: str) -> bool:
         return wants(self.only, name)
@@ -87,7 +93,10 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="little of everything: does it work?")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rounds", type=_positive)
+    parser.add_argument("--rounds", type=positive)
+    parser.add_argument(
+        "--passes", type=positive, default=1, help="how many runs like this share the rounds"
+    )
     parser.add_argument("--only", nargs="+", metavar="PREFIX", help="rows whose names begin so")
     parser.add_argument(
         "--dir", type=Path, default=Path.cwd(), help="on the device to measure (default: here)"
@@ -96,7 +105,8 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of an argument."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("at least 1")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ["Bound", "Missing", "Of", "Reached", "Row", "Target", "markdown", "size_text"]
@@ -115,6 +115,24 @@ class Row:
             note=note,
         )
 
+    @classmethod
+    def of_passes(cls, rows: Sequence[Row]) -> Row:
+        """One row of those of the same name, which several processes have measured: the medians of
+        their medians, and the range of all rounds. What a process happens to get (where its memory
+        lies, what the machine does in its minute) is in all its rounds, so that more of them would
+        not take it out of a median. A note is the last one's.
+        """
+        last = rows[-1]
+        return replace(
+            last,
+            value=statistics.median(row.value for row in rows),
+            reference_value=_median([row.reference_value for row in rows]),
+            ratio=_median([row.ratio for row in rows]),
+            rounds=sum(row.rounds for row in rows),
+            low=min(row.low for row in rows),
+            high=max(row.high for row in rows),
+        )
+
     @property
     def reached(self) -> Reached:
         if self.target is None:
@@ -172,6 +190,12 @@ def size_text(nbytes: int) -> str:
         if nbytes >= unit and nbytes % unit == 0:
             return f"{nbytes // unit} {name}"
     return f"{nbytes} bytes"
+
+
+def _median(numbers: Sequence[float | None]) -> float | None:
+    """Of those that there are."""
+    found = [number for number in numbers if number is not None]
+    return statistics.median(found) if found else None
 
 
 _COLUMNS = (

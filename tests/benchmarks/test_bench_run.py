@@ -10,7 +10,7 @@ import pytest
 from benchmarks import bench, nvme_io
 from benchmarks.memory import Pieces, of_size
 from benchmarks.plan import Plan, fio_command, wants, wants_some
-from benchmarks.rows import Missing
+from benchmarks.rows import Missing, Row
 from tests.benchmarks.test_bench_rows import FIELDS
 
 
@@ -107,3 +107,53 @@ def test_memory_rows_of_a_few_kib():
     pieces.memmove(list(range(pieces.count)))
     assert (pieces.copied == pieces.source).all()
     assert (pieces.target == 1).all()
+
+
+def row_of(ratio: float, value: float = 1.0) -> Row:
+    return Row.of_pairs("a/b", "what", [(value * ratio, value)] * 3, "GB/s", "memmove")
+
+
+def test_a_row_is_the_median_of_its_passes():
+    found = bench.Found()
+    lost = Missing(name="c", reason="no c")
+    for ratio in (0.5, 0.9, 0.6):
+        found.add(bench.Outcome(rows=[row_of(ratio)], missing=[lost], is_failed=ratio == 0.9))
+    (row,) = found.rows()
+    assert (row.ratio, row.low, row.high, row.rounds) == (0.6, 0.5, 0.9, 9)
+    assert (row.value, row.reference_value) == (0.6, 1.0)
+    assert found.missing() == [lost]
+    assert found.is_failed
+    assert found.as_json()["rows"] == [row.as_json()]
+
+
+def test_a_row_that_one_pass_alone_has_is_there():
+    found = bench.Found()
+    found.add(bench.Outcome(rows=[], missing=[], is_failed=False))
+    found.add(bench.Outcome(rows=[row_of(2.0)], missing=[], is_failed=False))
+    assert [row.ratio for row in found.rows()] == [2.0]
+    assert not found.is_failed
+
+
+def test_every_pass_is_a_process_with_its_share_of_the_rounds(tmp_path, monkeypatch):
+    seen = []
+
+    def run(group, words):
+        seen.append((group.name, words[words.index("--passes") + 1]))
+        return bench.Outcome(rows=[row_of(len(seen))], missing=[], is_failed=False)
+
+    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(bench, "draw", lambda rows, path: "no picture")
+    words = ["--passes", "2", "--only", "machine", "fp8", "--out", str(tmp_path)]
+    assert bench.main(words) == 0
+    assert seen == [("machine", "2"), ("fp8", "2")] * 2
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert (saved["passes"], [row["ratio"] for row in saved["rows"]]) == (2, [2.5])
+
+
+@pytest.mark.parametrize(
+    ("passes", "full", "rounds"), [(1, 9, 9), (3, 9, 3), (3, 41, 14), (3, 6, 3), (3, 1, 1)]
+)
+def test_a_share_of_the_rounds(passes, full, rounds):
+    assert Plan(passes=passes).rounds(full) == rounds
+    assert Plan(passes=passes, quick=True).rounds(41) == 2
+    assert Plan(passes=passes, rounds_given=7).rounds(full) == 7
