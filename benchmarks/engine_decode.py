@@ -108,18 +108,23 @@ def check_all_decode(engine: Engine, work: Work) -> None:
         raise RuntimeError(f"{decode} of {len(work.prompts)} requests decode")
 
 
+def tokens_of(engine: Engine) -> int:
+    """Of all requests that are there, prompts and answers."""
+    return sum(len(one.tokens) for one in engine.inside.sequences)
+
+
 def engine_rate(model: LoadedModel, work: Work, pool: DevicePool | None = None) -> float:
     """Tokens a second, with an engine of its own; by default over plain pages, as many as it needs.
     Raises RuntimeError unless every request decodes in every step that is timed.
     """
     pool = pool or DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), work.pages)
     engine = all_decoding(model, pool, work)
-    before = engine.stats().get("decode_tokens", 0)
+    before = tokens_of(engine)
     started = perf_counter()
     for _ in range(work.steps):
         engine.step()
     seconds = perf_counter() - started
-    tokens = engine.stats()["decode_tokens"] - before
+    tokens = tokens_of(engine) - before
     check_all_decode(engine, work)
     engine.close()
     if tokens != work.timed_tokens:
@@ -139,11 +144,13 @@ class _Times:
 
 
 def transformers_rate(model: Any, work: Work) -> float:
-    """Tokens a second of generate."""
+    """Tokens a second of generate, from the first token on. Raises RuntimeError when it gave
+    another number of them.
+    """
     times = _Times()
     ids = torch.tensor(work.prompts)
     with torch.inference_mode():
-        model.generate(
+        given = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=work.tokens,
@@ -152,6 +159,9 @@ def transformers_rate(model: Any, work: Work) -> float:
             pad_token_id=0,
             stopping_criteria=[times],
         )
+    steps, new_tokens = len(times.at) - 1, given.shape[1] - ids.shape[1]
+    if given.shape[0] != len(work.prompts) or steps != work.steps or new_tokens != work.tokens:
+        raise RuntimeError(f"{tuple(given.shape)} tokens in {steps} timed steps, not {work.steps}")
     return work.timed_tokens / (times.at[-1] - times.at[0])
 
 

@@ -10,6 +10,7 @@ from kvtier import Layout
 from kvtier.client.device import FP8_COMPUTE, PageForm, fp8_layout
 from kvtier_engine.attention.choice import kernel_name
 from kvtier_engine.model.load import LoadedModel
+from kvtier_engine.model.products import PRODUCTS
 
 __all__ = ["EngineSettings", "Integrity", "KvCacheDtype", "layout_of"]
 
@@ -53,10 +54,10 @@ def layout_of(
 
     What an engine is told to do another way is named by the layout, so that engines that do not do
     the same do not find each other's pages: weights, dtype, page and chunk size, type of device,
-    attention's kernel, and the form that attention reads. With the same processor, build of torch
-    and number of threads the pages are then the same to the bit. Those three are not named: torch
-    sums in another order with them, which changes last bits, most often in float32, and replicas
-    that differ in nothing else should find each other's pages.
+    attention's kernel, how products are computed, and the form that attention reads. With the same
+    processor, build of torch and number of threads the pages are then the same to the bit. Those
+    three are not named: torch sums in another order with them, which changes last bits, most often
+    in float32, and replicas that differ in nothing else should find each other's pages.
     """
     network = model.network
     plain = Layout.from_hf(
@@ -71,5 +72,5 @@ def layout_of(
     kernel = kernel_name(network.device, PageForm.of(made))
     # Of fp8 pages also the dtype of those who compute with them, and the rule of their scales.
     how = [f"{FP8_COMPUTE}, scales 2^n"] if is_fp8 else []
-    how += [plain.kv_compute, kernel, f"chunks of {chunk_pages * page_tokens}"]
+    how += [plain.kv_compute, kernel, PRODUCTS, f"chunks of {chunk_pages * page_tokens}"]
     return dataclasses.replace(made, kv_compute=", ".join(how))

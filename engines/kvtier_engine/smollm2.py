@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from kvtier.config import process_environment
 from kvtier_engine.bpe import tokenizer_files
 from kvtier_engine.errors import ModelUnusable
 
@@ -94,7 +94,7 @@ def find_gguf() -> Path:
 
 def default_directory() -> Path:
     """Where the converted model is kept: under $XDG_CACHE_HOME, or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    base = process_environment().get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "kvtier" / f"smollm2-135m-instruct-v{CONVERTER_VERSION}"
 
 

@@ -42,6 +42,27 @@ def test_the_rate_counts_what_is_decoded_while_the_clock_runs(
     assert engine_decode.engine_rate(model, work) == batch * (tokens - 1) == work.timed_tokens
 
 
+class Generates:
+    """Looks at the clock as often as generate would, and gives so many tokens."""
+
+    def __init__(self, tokens: int, looks: int) -> None:
+        self._tokens, self._looks = tokens, looks
+
+    def generate(self, ids: torch.Tensor, *, stopping_criteria: list, **_: object) -> torch.Tensor:
+        for _look in range(self._looks):
+            stopping_criteria[0](ids, None)
+        return torch.zeros((len(ids), ids.shape[1] + self._tokens), dtype=torch.long)
+
+
+def test_the_other_side_is_counted_in_the_same_way(ticks: None) -> None:
+    work = engine_decode.work_of(260, 8, 33, 1)
+    # A second for each of the 32 steps after the first token.
+    assert engine_decode.transformers_rate(Generates(33, 33), work) == 8 == work.timed_tokens / 32
+    for tokens, looks in ((32, 33), (33, 32), (1, 1)):
+        with pytest.raises(RuntimeError, match="timed steps"):
+            engine_decode.transformers_rate(Generates(tokens, looks), work)
+
+
 def test_every_request_is_there_for_every_step(model: LoadedModel) -> None:
     """By the length of each request, not by a counter."""
     work = engine_decode.work_of(260, 8, 5, 1, 96)

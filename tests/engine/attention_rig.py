@@ -7,6 +7,7 @@ import random
 
 import torch
 
+from kvtier.client.device import PageForm
 from kvtier_engine.attention.base import Batch
 
 PAGES, LAYERS, SIZE, KV_HEADS, HEADS, DIM = 24, 2, 16, 2, 6, 32
@@ -32,6 +33,21 @@ def batch_of(lengths: list[int], rows_each: int, *, seed: int, device: str) -> B
         offsets=(positions % SIZE).to(device),
         tables=tables.to(device),
         lengths=torch.tensor(lengths, device=device),
+    )
+
+
+def form_of(kv: torch.Tensor) -> PageForm:
+    """Of plain pages `kv` (pages, 2, layers, page_tokens, kv_heads, dim)."""
+    _, _, layers, tokens, heads, dim = kv.shape
+    nbytes = kv[0].nbytes
+    return PageForm(
+        layers=layers,
+        page_tokens=tokens,
+        heads=heads,
+        dim=dim,
+        dtype=kv.dtype,
+        nbytes=nbytes,
+        scales_offset=nbytes,
     )
 
 

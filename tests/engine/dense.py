@@ -10,6 +10,7 @@ from kvtier_engine.attention.base import Batch
 from kvtier_engine.attention.pages import PlainPages
 from kvtier_engine.attention.sdpa import SdpaAttention
 from kvtier_engine.model.llama import Llama
+from tests.engine.attention_rig import form_of
 
 
 class Dense:
@@ -21,7 +22,8 @@ class Dense:
         self._network = network
         self._page_tokens = page_tokens
         self._order = torch.arange(pages - 1, -1, -1)
-        self._attention = SdpaAttention(PlainPages(torch.zeros(shape, dtype=network.dtype)))
+        kv = torch.zeros(shape, dtype=network.dtype)
+        self._attention = SdpaAttention(PlainPages(kv, form_of(kv)))
         self.length = 0
 
     def feed(self, tokens: Sequence[int]) -> torch.Tensor:

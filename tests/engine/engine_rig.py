@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -117,3 +118,11 @@ def answers(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
     engine.run_until_idle()
     engine.check_idle()
     return [handle.result(0) for handle in handles]
+
+
+def is_told_without_traceback(caplog: pytest.LogCaptureFixture, event: str, error: str) -> None:
+    """An outcome that is known, in lines that name it; nothing crashed."""
+    assert [record.exc_info for record in caplog.records if record.exc_info] == []
+    told = [record for record in caplog.records if record.msg == event]
+    assert told
+    assert all(str(record.__dict__["why"]).startswith(f"{error}: ") for record in told)

@@ -18,6 +18,7 @@ from tests.engine.attention_rig import (
     PAGES,
     SIZE,
     batch_of,
+    form_of,
     row_by_row,
 )
 
@@ -48,7 +49,7 @@ def pool(device: str, dtype: torch.dtype) -> torch.Tensor:
 def test_dense_attention_is_softmax_attention(lengths: list[int], rows_each: int) -> None:
     kv = pool("cpu", torch.float32)
     batch = batch_of(lengths, rows_each, seed=3, device="cpu")
-    check(SdpaAttention(PlainPages(kv)), kv, batch, seed=4, atol=2e-6)
+    check(SdpaAttention(PlainPages(kv, form_of(kv))), kv, batch, seed=4, atol=2e-6)
 
 
 @pytest.mark.gpu

@@ -161,6 +161,9 @@ def test_a_hit_from_every_tier_gives_the_cold_text(
     for tier in ("device", "host", "nvme"):
         assert all(one.cached.total > 0 for one in warm[tier]), tier
         assert getattr(warm[tier][0].cached, tier) > 0, tier
+    pairs = [(one, cold[at]) for told_all in warm.values() for at, one in enumerate(told_all)]
+    differ = sum((one.tokens, one.logprobs) != (then.tokens, then.logprobs) for one, then in pairs)
+    sys.stdout.write(f"{differ} of {len(pairs)} answers differ from the cold run's\n")
     for tier, completions in warm.items():
         for number, (one, expected) in enumerate(zip(completions, cold, strict=True)):
             assert one.tokens == expected.tokens, f"{tier}, prompt {number}: another text"

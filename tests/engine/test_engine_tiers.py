@@ -30,6 +30,7 @@ from tests.engine.engine_rig import (
     answers,
     engine_of,
     greedy,
+    is_told_without_traceback,
     pool_of,
     prompt_of,
     tiny_model,
@@ -217,7 +218,7 @@ def test_a_connection_that_is_closed_under_the_engine(
         assert told(engine) == cold
         assert first.result(0).tokens == cold[-1]
         assert engine.stats()["transfers_broken"] > 0
-    caplog.clear()  # a logged error keeps its frames, and what they have open
+    is_told_without_traceback(caplog, "engine.tiers_away", "ClientClosed")
 
 
 def test_a_request_is_given_up_while_its_pages_are_loaded(
@@ -272,7 +273,11 @@ def test_waiting_ends_with_a_copy(model: LoadedModel, daemon: DaemonProcess) -> 
 
 @pytest.mark.parametrize("session", ["\ud800", "x" * 1000], ids=["surrogate", "long"])
 def test_a_session_that_is_none_keeps_nobody_else_from_the_tiers(
-    model: LoadedModel, cold: list[tuple[int, ...]], daemon: DaemonProcess, session: str
+    model: LoadedModel,
+    cold: list[tuple[int, ...]],
+    daemon: DaemonProcess,
+    session: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with kvtier.connect(daemon.url) as kv:
         with engine_on(model, kv) as engine:
@@ -285,6 +290,7 @@ def test_a_session_that_is_none_keeps_nobody_else_from_the_tiers(
             assert (done.tokens, done.cached.host) == (cold[-1], 96)
             assert engine.stats()["transfers_failed"] == 2  # its load and its offload
             assert "away" not in engine.stats()
+    is_told_without_traceback(caplog, "engine.transfer_refused", "LimitExceeded")
 
 
 class BrokenStream(HeldStream):
@@ -323,6 +329,7 @@ def test_a_transfer_that_raises_costs_a_load_and_nothing_else(
     cold: list[tuple[int, ...]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     where: str,
     kind: type[Exception],
 ) -> None:
@@ -340,6 +347,11 @@ def test_a_transfer_that_raises_costs_a_load_and_nothing_else(
         name = "transfers_broken" if kind is kvtier.ClientClosed else "transfers_failed"
         assert stats[name] > 0
         assert stats.get("requests_failed", 0) == 0
+    if kind is kvtier.ClientClosed:
+        is_told_without_traceback(caplog, "engine.tiers_away", "ClientClosed")
+    else:
+        crashes = [record.exc_info[0] for record in caplog.records if record.exc_info]
+        assert set(crashes) == {kind}
 
 
 def test_a_load_into_pages_that_are_not_held_ends_its_request(

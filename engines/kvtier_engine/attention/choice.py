@@ -56,4 +56,4 @@ def attention_for(pool: DevicePool, dtype: torch.dtype) -> Attention:
         case Kernel.VARLEN:
             return VarlenAttention(pool.kv)
         case Kernel.GATHER:
-            return SdpaAttention(PlainPages(pool.kv))
+            return SdpaAttention(PlainPages(pool.kv, pool.form))

@@ -21,7 +21,6 @@ import torch
 
 from kvtier.client.device import DevicePool
 from kvtier_engine.attention.base import Batch
-from kvtier_engine.attention.pages import RunShape
 
 __all__ = ["Fp8Pages", "power_of_two_scales"]
 
@@ -51,9 +50,8 @@ class Fp8Pages:
     """Of `pool`, whose layout is an fp8 one; attention computes in `dtype`."""
 
     def __init__(self, pool: DevicePool, dtype: torch.dtype) -> None:
-        form = pool.form
         self._pool = pool
-        self.shape = RunShape(page_tokens=form.page_tokens, kv_heads=form.heads, dim=form.dim)
+        self.form = pool.form
         self.dtype = dtype
 
     def prepare(self, batch: Batch) -> _Fp8Pass:

@@ -6,21 +6,14 @@ the layer is made once a pass. A pass belongs to one thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from kvtier.client.device import PageForm
 from kvtier_engine.attention.base import Batch
 
-__all__ = ["KvPages", "KvPass", "PlainPages", "RunShape"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunShape:
-    page_tokens: int
-    kv_heads: int
-    dim: int
+__all__ = ["KvPages", "KvPass", "PlainPages"]
 
 
 class KvPass(Protocol):
@@ -39,7 +32,7 @@ class KvPages(Protocol):
     """The pages of one pool."""
 
     @property
-    def shape(self) -> RunShape: ...
+    def form(self) -> PageForm: ...
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,13 +44,13 @@ class KvPages(Protocol):
 
 class PlainPages:
     """Over `kv` (pages, 2, layers, page_tokens, kv_heads, dim), contiguous: as they were computed,
-    so that a gather copies whole runs and nothing else.
+    so that a gather copies whole runs and nothing else. `form` is that of the pages.
     """
 
-    def __init__(self, kv: torch.Tensor) -> None:
+    def __init__(self, kv: torch.Tensor, form: PageForm) -> None:
         self._kv = kv
-        self.shape = RunShape(page_tokens=kv.shape[3], kv_heads=kv.shape[4], dim=kv.shape[5])
-        self.dtype = kv.dtype
+        self.form = form
+        self.dtype = form.dtype
 
     def prepare(self, batch: Batch) -> _PlainPass:
         return _PlainPass(self._kv, batch)

@@ -32,8 +32,8 @@ class _SdpaPass:
     def __init__(self, pages: KvPages, batch: Batch) -> None:
         self._kv = pages.prepare(batch)
         self._batch = batch
-        self._kv_heads, self._dim = pages.shape.kv_heads, pages.shape.dim
-        self._tokens = batch.tables.shape[1] * pages.shape.page_tokens
+        self._kv_heads, self._dim = pages.form.heads, pages.form.dim
+        self._tokens = batch.tables.shape[1] * pages.form.page_tokens
         self._mask = self._causal_mask(pages.dtype)
 
     def attend(

@@ -2,19 +2,21 @@
 
 Promise: the engine never waits here. A service that is absent, killed or stopped costs a request at
 most `deadline_seconds`, once in `retry_seconds`; then prompts are computed as if there were none.
-Whatever a transfer raises is counted and logged, and its pages are computed. Only what says that
-the service cannot be used (`transfers_broken`) keeps others from asking it; what one request brings
-on itself, or a device raises (`transfers_failed`), does not.
+Whatever a transfer raises is counted and logged, and its pages are computed: an error of the client
+(it is closed, say) as the outcome that it is, in a line; any other with its traceback. Only what
+says that the service cannot be used (`transfers_broken`) keeps others from asking it; what one
+request brings on itself, or a device raises (`transfers_failed`), does not.
 Loads and offloads run in the threads of PageTransfer; methods are called by the engine's thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -32,6 +34,7 @@ from kvtier.client.device import (
 )
 from kvtier.client.device.streams import CopyStream
 from kvtier.errors import InvalidInput, KvtierError, LayoutError
+from kvtier_engine.errors import EngineInconsistent
 from kvtier_engine.guard import attempted
 from kvtier_engine.schedule.request import Request
 
@@ -106,7 +109,7 @@ class KvtierTiers:
         """What a load of `pages` pages came to, None while that is not known. Layers of the hits
         may be on their way: the transfer's `hold` comes before the reading of each.
         """
-        result = attempted(transfer.arrived, "load")
+        result = _outcome(transfer.arrived, "load")
         if result is None:
             return None
         self._loads.remove(transfer)
@@ -117,8 +120,8 @@ class KvtierTiers:
         if isinstance(result, Exception):
             self._note(result)
             result = LoadResult.of_all(pages, GetCode.UNAVAILABLE)
-        elif _AWAY.intersection(result.reasons):
-            self._be_away()
+        elif away := _AWAY.intersection(result.reasons):
+            self._be_away(_names(away))
         for reason in result.reasons:
             self.counts[f"load_{reason.name.lower()}_pages"] += 1
         return result
@@ -148,19 +151,19 @@ class KvtierTiers:
         """Counts offloads that have ended, and forgets loads of which nobody asks any more."""
         for load in [one for one in self._ending if one.is_done]:
             self._ending.remove(load)
-            ended = attempted(load.poll, "load")
+            ended = _outcome(load.poll, "load")
             if isinstance(ended, Exception):
                 self._note(ended)
         for transfer in [one for one in self._offloads if one.is_done]:
             self._offloads.remove(transfer)
-            result = attempted(transfer.poll, "offload")
+            result = _outcome(transfer.poll, "offload")
             if isinstance(result, Exception):
                 self._note(result)
             elif result is not None:
                 for reason in result.reasons:
                     self.counts[f"offload_{reason.name.lower()}_pages"] += 1
-                if not _AWAY_PUT.isdisjoint(result.reasons):
-                    self._be_away()
+                if away := _AWAY_PUT.intersection(result.reasons):
+                    self._be_away(_names(away))
 
     def wait(self, seconds: float) -> bool:
         """Until a transfer is done, as far as can be told from the one longest under way, or that
@@ -194,7 +197,7 @@ class KvtierTiers:
         self.poll()
 
     def _started(self, start: Callable[[], R]) -> R | None:
-        transfer = attempted(start, "transfer")
+        transfer = _outcome(start, "transfer")
         if isinstance(transfer, PageNotHeld):  # nothing of the service: the caller's table is wrong
             raise transfer
         if isinstance(transfer, Exception):
@@ -206,16 +209,42 @@ class KvtierTiers:
         """Does this say that nobody can use the service (it is closed, or does not fit), or is it
         of one transfer alone?
         """
-        is_input = isinstance(error, InvalidInput) and not isinstance(error, LayoutError)
-        if is_input or not isinstance(error, KvtierError):
+        if not isinstance(error, KvtierError):  # logged in full, where it was raised
             self.counts["transfers_failed"] += 1
+            return
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, InvalidInput) and not isinstance(error, LayoutError):
+            self.counts["transfers_failed"] += 1
+            log.warning("engine.transfer_refused", extra={"why": why})
         else:
             self.counts["transfers_broken"] += 1
-            self._be_away()
+            self._be_away(why)
 
-    def _be_away(self) -> None:
+    def _be_away(self, why: str) -> None:
         now = time.monotonic()
         if now >= self._ask_again:  # not again for each one that was under way
             self.counts["away"] += 1
-            log.warning("engine.tiers_away", extra={"retry_seconds": self._retry_seconds})
+            log.warning(
+                "engine.tiers_away", extra={"why": why, "retry_seconds": self._retry_seconds}
+            )
         self._ask_again = now + self._retry_seconds
+
+
+def _outcome(work: Callable[[], R], what: str) -> R | Exception:
+    """What `work` returns or raised. The client's errors are outcomes, which `_note` tells of;
+    what is none of them is logged under `what`, as whatever crashes.
+    """
+
+    def told() -> R | KvtierError:
+        try:
+            return work()
+        except EngineInconsistent:
+            raise
+        except KvtierError as error:
+            return error
+
+    return attempted(told, what)
+
+
+def _names(codes: Iterable[enum.Enum]) -> str:
+    return ", ".join(sorted(code.name for code in codes))

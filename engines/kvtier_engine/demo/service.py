@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from kvtier.config import process_environment
 from kvtier_engine.errors import DemoFailed
 
 __all__ = ["Daemon", "running_daemon"]
@@ -107,4 +108,8 @@ def running_daemon() -> Iterator[Daemon]:
 
 def _environment() -> dict[str, str]:
     """Ours without kvtier's settings: those are for the user's own daemon."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    return {
+        name: value
+        for name, value in process_environment().items()
+        if not name.startswith("KVTIER_")
+    }

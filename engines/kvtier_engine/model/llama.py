@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from kvtier_engine.attention.base import Attention, AttentionPass, Batch
 from kvtier_engine.model.config import ModelConfig, RopeConfig
+from kvtier_engine.model.products import product
 from kvtier_engine.model.weights import LayerWeights, Weights
 
 __all__ = ["Llama", "rotary_frequencies"]
@@ -52,7 +53,7 @@ class Llama:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, vocab) in float32, of rows that `forward` returned."""
-        return functional.linear(hidden, self.weights.head).float()
+        return product(hidden, self.weights.head).float()
 
     def _attention(
         self,
@@ -64,14 +65,14 @@ class Llama:
     ) -> torch.Tensor:
         config = self.config
         rows, heads, kv_heads = len(hidden), config.heads, config.kv_heads
-        joined = functional.linear(hidden, layer.qkv, layer.qkv_bias)
+        joined = product(hidden, layer.qkv, layer.qkv_bias)
         parts = joined.view(rows, heads + 2 * kv_heads, config.head_dim)
         query, key, value = torch.split(parts, [heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             query = _rms_norm(query, layer.q_norm, config.norm_eps)
             key = _rms_norm(key, layer.k_norm, config.norm_eps)
         out = attended.attend(number, _turned(query, turns), _turned(key, turns), value)
-        return functional.linear(out.reshape(rows, -1), layer.output, layer.output_bias)
+        return product(out.reshape(rows, -1), layer.output, layer.output_bias)
 
     def _turns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of each row's position, (rows, 1, head_dim), computed in float32."""
@@ -111,5 +112,5 @@ def _turned(heads: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> to
 
 
 def _mlp(layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
-    gate, up = functional.linear(hidden, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-    return functional.linear(functional.silu(gate) * up, layer.down, layer.down_bias)
+    gate, up = product(hidden, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+    return product(functional.silu(gate) * up, layer.down, layer.down_bias)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvtier_engine.errors import ModelUnusable
 from kvtier_engine.model.config import ModelConfig
+from kvtier_engine.model.products import lying_well
 
 __all__ = ["LayerWeights", "Weights", "read_safetensors", "shapes_of"]
 
@@ -27,7 +28,9 @@ _COMPUTED = ("rotary_emb.inv_freq",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One block. Matrices are (out, in), as torch's linear takes them; None where there is none."""
+    """One block. Matrices are (out, in), as torch's linear takes them, and lie as `lying_well` has
+    it; None where there is none.
+    """
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -63,12 +66,12 @@ class Weights:
         shapes = shapes_of(config)
         _check(shapes, tensors, tied=config.tied)
         taken = _Taken(tensors, dtype=dtype, device=device)
-        embedding = taken.one("model.embed_tokens.weight")
+        embedding = taken.matrix("model.embed_tokens")
         return cls(
             embedding=embedding,
             layers=tuple(_layer(config, taken, number) for number in range(config.layers)),
             norm=taken.one("model.norm.weight"),
-            head=embedding if config.tied else taken.one("lm_head.weight"),
+            head=embedding if config.tied else taken.matrix("lm_head"),
         )
 
     @property
@@ -111,7 +114,13 @@ class _Taken:
     def one(self, name: str) -> torch.Tensor:
         return self._tensors[name].to(device=self._device, dtype=self._dtype)
 
-    def joined(self, prefix: str, names: Iterable[str], kind: str = "weight") -> torch.Tensor:
+    def matrix(self, name: str) -> torch.Tensor:
+        return lying_well(self.one(f"{name}.weight"))
+
+    def matrices(self, prefix: str, names: Iterable[str]) -> torch.Tensor:
+        return lying_well(self.joined(prefix, names, "weight"))
+
+    def joined(self, prefix: str, names: Iterable[str], kind: str) -> torch.Tensor:
         return torch.cat([self.one(f"{prefix}.{name}.{kind}") for name in names])
 
 
@@ -121,16 +130,16 @@ def _layer(config: ModelConfig, taken: _Taken, number: int) -> LayerWeights:
     qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
     return LayerWeights(
         input_norm=taken.one(f"{base}.input_layernorm.weight"),
-        qkv=taken.joined(attention, qkv),
+        qkv=taken.matrices(attention, qkv),
         qkv_bias=taken.joined(attention, qkv, "bias") if config.qkv_bias else None,
         q_norm=taken.one(f"{attention}.q_norm.weight") if config.qk_norm else None,
         k_norm=taken.one(f"{attention}.k_norm.weight") if config.qk_norm else None,
-        output=taken.one(f"{attention}.o_proj.weight"),
+        output=taken.matrix(f"{attention}.o_proj"),
         output_bias=taken.one(f"{attention}.o_proj.bias") if config.output_bias else None,
         mlp_norm=taken.one(f"{base}.post_attention_layernorm.weight"),
-        gate_up=taken.joined(mlp, gate_up),
+        gate_up=taken.matrices(mlp, gate_up),
         gate_up_bias=taken.joined(mlp, gate_up, "bias") if config.mlp_bias else None,
-        down=taken.one(f"{mlp}.down_proj.weight"),
+        down=taken.matrix(f"{mlp}.down_proj"),
         down_bias=taken.one(f"{mlp}.down_proj.bias") if config.mlp_bias else None,
     )
 

@@ -17,9 +17,10 @@ _GAUGES = (
 _COUNTERS = (
     "away", "cached_device_tokens", "cached_host_tokens", "cached_nvme_tokens",
     "cached_shared_tokens", "decode_passes", "decode_tokens", "evicted_pages", "foreign_pages",
-    "integrity_failures", "loads_skipped", "offload_skipped_pages", "passes_failed", "preemptions",
-    "prefill_pages", "prefill_passes", "requests", "requests_cancelled", "requests_done",
-    "requests_failed", "requests_refused", "transfers_broken",
+    "integrity_failures", "loads_skipped", "nonfinite", "offload_skipped_pages",
+    "passes_failed", "preemptions", "prefill_pages", "prefill_passes", "requests",
+    "requests_cancelled", "requests_done",
+    "requests_failed", "requests_refused", "transfers_broken", "transfers_failed",
     *(f"load_{code.name.lower()}_pages" for code in GetCode),
     *(f"offload_{code.name.lower()}_pages" for code in PutCode),
 )  # fmt: skip
