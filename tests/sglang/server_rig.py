@@ -120,7 +120,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | _environment(),
+                env=os.environ | _environment(ranks=int(self._options.get("--tp-size", "1"))),
                 start_new_session=True,
             )  # fmt: skip
         return self
@@ -251,9 +251,11 @@ def _has_members(group: int) -> bool:
     return True
 
 
-def _environment() -> dict[str, str]:
+def _environment(*, ranks: int) -> dict[str, str]:
+    # Without it SGLang wants a NUMA node for each rank.
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * ranks)} if ranks > 1 else {}
     paths = (HERE / "server_hooks", HERE / "stubs", HERE)
-    return {
+    return cores | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
