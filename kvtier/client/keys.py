@@ -9,6 +9,7 @@ Immutable: usable from any thread.
 
 from __future__ import annotations
 
+from binascii import unhexlify
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast, overload
 
@@ -168,11 +169,9 @@ def _of_hex(hashes: list[Any]) -> bytes | None:
         text = "".join(hashes)
         if set(map(len, hashes)) != {2 * KEY_BYTES}:
             return None
-        made = bytes.fromhex(text)
+        return unhexlify(text)
     except (TypeError, ValueError):
         return None
-    # Blanks are no digits, but no error either.
-    return made if len(made) == KEY_BYTES * len(hashes) else None
 
 
 def _as_bytes(index: int, key: object) -> bytes:
