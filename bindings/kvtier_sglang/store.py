@@ -44,8 +44,8 @@ __all__ = ["PageStore", "StoreState"]
 log = logging.getLogger(__name__)
 
 _REOPEN_S: Final = 1.0
-#: Moved of all parts before what was moved counts. Each part's turn ends with a wait for the daemon,
-#: so runs are long; at 0.2 GB/s, which is slow for gRPC, one still ends within the usual deadline.
+#: Moved of all parts before what was moved counts. Each part's turn ends with a wait for the
+#: daemon, so runs are long; at 0.2 GB/s, slow for gRPC, one still ends within the usual deadline.
 _RUN_BYTES: Final = 256 << 20
 #: A flat page's memory is cut into objects in the order of the parts.
 _Memory = Any

@@ -86,8 +86,17 @@ class Answer:
 class Server:
     """Starts with `start` or `with`; what it says goes to `log`."""
 
-    def __init__(self, model: Path, log: Path, extra: dict[str, Any], **options: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        extra: dict[str, Any],
+        *,
+        environment: dict[str, str] | None = None,
+        **options: str,
+    ) -> None:
         self.log_path = log
+        self._environment = environment or {}
         self._model = model
         self._extra = extra
         # With float32 rounding does not turn one greedy word into another, whatever runs beside it.
@@ -100,6 +109,10 @@ class Server:
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    @property
+    def _ranks(self) -> int:
+        return int(self._options.get("--tp-size", "1"))
 
     def begin(self) -> Server:
         """Starts it without waiting for it."""
@@ -120,7 +133,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | _environment(ranks=int(self._options.get("--tp-size", "1"))),
+                env=os.environ | _environment(self._ranks) | self._environment,
                 start_new_session=True,
             )  # fmt: skip
         return self
@@ -251,7 +264,7 @@ def _has_members(group: int) -> bool:
     return True
 
 
-def _environment(*, ranks: int) -> dict[str, str]:
+def _environment(ranks: int) -> dict[str, str]:
     # Without it SGLang wants a NUMA node for each rank.
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * ranks)} if ranks > 1 else {}
     paths = (HERE / "server_hooks", HERE / "stubs", HERE)

@@ -98,6 +98,30 @@ def test_a_stopped_daemon_changes_no_text(server, tiers):
     server.flush()
 
 
+def test_ranks_of_which_each_misses_at_random_agree(server, tiers, divided, tmp_path):
+    """With SGLang's own injector before the storage of each rank: a fifth of the calls fail, and
+    each comes late, differently on both.
+    """
+    unlucky = {
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.2",
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
+    }
+    texts = [prompt(f"Yell {number}", 4) for number in range(4)]
+    colds = [stored(server, text) for text in texts]
+    extra = extra_config(tiers.url)
+    found = []
+    with Server(divided, tmp_path / "log", extra, tp_size=str(RANKS), environment=unlucky) as other:
+        assert "storage test injector enabled" in other.log
+        for _ in range(5):
+            for text, cold in zip(texts, colds, strict=True):
+                answer = other.generate(text)
+                assert answer.text == cold.text
+                found.append(answer.found.get("storage", 0))
+                other.flush()
+    assert any(found)
+    assert min(found) < storable(colds[0])
+
+
 def test_an_update_of_the_weights_is_one_for_both(server, tiers, model, divided, tmp_path):
     text = prompt("Wiay")
     old = stored(server, text)
