@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -180,6 +181,23 @@ class Server:
     def flush(self) -> None:
         """Drops what device and host hold. Waits until the server has nothing to do."""
         self._send("POST", "/flush_cache?timeout=60", {})
+
+    def metrics(self) -> dict[str, float]:
+        """What /metrics says, by name and outcome; of other labels the sum."""
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self._port}/metrics", timeout=_ANSWER_S
+        ) as answer:
+            lines = answer.read().decode().splitlines()
+        found: dict[str, float] = {}
+        for line in lines:
+            if line.startswith("#"):
+                continue
+            labelled, _, value = line.rpartition(" ")
+            name = labelled.partition("{")[0]
+            outcome = re.search(r'outcome="(\w+)"', labelled)
+            key = f"{name} {outcome.group(1)}" if outcome else name
+            found[key] = found.get(key, 0.0) + float(value)
+        return found
 
     def clear_storage(self) -> None:
         self._send("POST", "/hicache/storage-backend/clear", {})

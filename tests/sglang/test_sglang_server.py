@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -106,6 +107,35 @@ def test_pages_of_one_salt_are_not_there_for_another(server, field):
         check_found(server, text, cold, storable(cold), **salt)
 
 
+def test_what_was_moved_is_in_the_servers_metrics(server):
+    """SGLang's own and those beside them: pages to storage, and the same pages from there."""
+    names = (
+        "sglang:backuped_tokens_total",
+        "sglang:prefetched_tokens_total",
+        "sglang:prefetch_bandwidth_count",
+        "sglang:backup_bandwidth_count",
+        "kvtier:set_pages_total stored",
+        "kvtier:get_pages_total hit",
+    )
+    text = prompt("Iona")
+    before = server.metrics()
+    cold = stored(server, text)
+    check_found(server, text, cold, storable(cold))
+
+    def grown():
+        now = server.metrics()
+        return {name: now.get(name, 0) - before.get(name, 0) for name in names}
+
+    # The scheduler's loop brings them there.
+    comes(lambda: all(grown().values()))
+    moved = grown()
+    assert moved["sglang:prefetched_tokens_total"] == PAGE * moved["kvtier:get_pages_total hit"]
+    assert moved["sglang:prefetched_tokens_total"] >= storable(cold)
+    assert moved["sglang:backuped_tokens_total"] >= storable(cold)
+    assert moved["kvtier:set_pages_total stored"] >= storable(cold) // PAGE
+    assert server.metrics()["kvtier:serving"] == 1
+
+
 def test_status_names_the_servers_that_are_attached(server, tiers):
     server.generate(prompt("Innis", 2))
     with kvtier.connect(tiers.url, deadline=10) as kv:
@@ -159,6 +189,28 @@ def test_a_stopped_daemon_costs_requests_little(server, tiers, stopped_s):
             break
     assert max(late) <= EXTRA_S
     comes(lambda: finds_all(server, prompts[0]))
+
+
+@pytest.mark.leaks_allowed("the daemon that is started again outlives the test")
+def test_a_daemon_that_dies_again_and_again_under_load_changes_no_text(server, tiers):
+    """Killed and started as often as that goes while eight requests run, half of them of prompts
+    that storage has.
+    """
+    prompts = [prompt(f"Lunga {number}", 4) for number in range(REQUESTS)]
+    texts = [stored(server, text).text for text in prompts[::2]]
+    with detached(server):
+        without = [answer.text for answer in server.generate_at_once(prompts)]
+        server.flush()
+    assert without[::2] == texts
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.generate_at_once, prompts)
+        while not running.done():
+            with killed(tiers):
+                pass
+        answers = running.result()
+    assert [answer.text for answer in answers] == without
+    server.flush()
+    comes_back(server, "Lunga")
 
 
 @contextmanager
