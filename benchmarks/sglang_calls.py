@@ -48,7 +48,9 @@ __all__ = ["SHAPES", "Calls", "Shape", "lookup", "measure", "rows"]
 PAGES, QUICK_PAGES = 128, 8
 LOOKED_UP = 16_384
 PAGE_TOKENS = 64
-#: Beside the pages of a round those that were deleted after the one before and are being freed.
+#: Of the usual size or more: a client is granted 2 % of the arena ahead, which in a small one is
+#: less than a slice. Beside the pages of a round those of the one before are still being freed.
+ARENA_BYTES, QUICK_ARENA_BYTES = 4 << 30, 768 << 20
 ARENA_OF_PAGES = 2.5
 COPY_TARGET = Target(bound=Bound.AT_LEAST, number=0.7)
 FILE_TARGET = Target(bound=Bound.AT_LEAST, number=3.0)
@@ -355,7 +357,8 @@ def rows(plan: Plan) -> Iterator[Measured]:
     for shape in SHAPES:
         if not any(plan.wants_some(f"sglang/{verb}-{shape.name}") for verb in ("get", "set")):
             continue
-        arena_bytes = int(max(ARENA_OF_PAGES * pages * shape.page_bytes, 512 << 20))
+        room = int(ARENA_OF_PAGES * pages * shape.page_bytes)
+        arena_bytes = max(room, plan.sized(ARENA_BYTES, QUICK_ARENA_BYTES))
         with (
             daemon(f"host.bytes={arena_bytes}") as (url, _, _),
             kvtier.connect(url, deadline=60) as kv,

@@ -22,6 +22,15 @@ from kvtier_sglang.budget import Budget
 from kvtier_sglang.engine_metrics import EngineMetrics
 from kvtier_sglang.events.publisher import EventPublisher, EventSource, publisher_for
 from kvtier_sglang.layouts import Identity, PartLayout, Ranks, number_format, part_layouts
+from kvtier_sglang.misses import (
+    all_absent,
+    all_missed,
+    none_moved,
+    none_there,
+    not_one,
+    nothing,
+    refused,
+)
 from kvtier_sglang.options import Options
 from kvtier_sglang.pools import page_places, rows_of, shape_of
 from kvtier_sglang.sglang_api import (
@@ -49,35 +58,6 @@ log = logging.getLogger(__name__)
 
 #: Of a model's name; the end of a path says more than its beginning.
 _NAME_CHARACTERS_MAX: Final = 60
-
-
-def _nothing(*_args: object, **_options: object) -> None:
-    return None
-
-
-def _not_one(*_args: object, **_options: object) -> int:
-    return 0
-
-
-def _refused(*_args: object, **_options: object) -> bool:
-    return False
-
-
-def _all_missed(keys: Sequence[str], *_args: object, **_options: object) -> list[bool]:
-    return [False] * len(keys)
-
-
-def _all_absent(keys: Sequence[str], *_args: object, **_options: object) -> list[Any]:
-    return [None] * len(keys)
-
-
-def _none_moved(transfers: Sequence[PoolTransfer], *_args: object, **_options: object) -> Any:
-    # An answer that leaves a pool out would count as one that limits nothing.
-    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
-
-
-def _none_there(*_args: object, **_options: object) -> PoolTransferResult:
-    return transfer_result(0, {}, [])
 
 
 class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
@@ -175,14 +155,14 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             store.pause()
         log.info("kvtier: attached, side pool %s (%s)", name, type(host_pool).__name__)
 
-    @answers(_not_one)
+    @answers(not_one)
     def batch_exists(
         self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
         """How many pages from the first on are there. Advice: a page can leave before the get."""
         return 0 if self._store is None else self._store.exists(keys)
 
-    @answers(_all_missed)
+    @answers(all_missed)
     def batch_get_v1(
         self,
         keys: Sequence[str],
@@ -195,7 +175,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         store, places = self._placed(keys, host_indices)
         return store.get(keys, places)
 
-    @answers(_all_missed)
+    @answers(all_missed)
     def batch_set_v1(
         self,
         keys: Sequence[str],
@@ -208,7 +188,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         store, places = self._placed(keys, host_indices)
         return store.set(keys, places, getattr(extra_info, "prefix_keys", None) or ())
 
-    @answers(_none_there)
+    @answers(none_there)
     def batch_exists_v2(
         self,
         keys: Sequence[str],
@@ -217,11 +197,11 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> PoolTransferResult:
         """Which prefixes of `keys` the primary pool and each of `pool_transfers` can restore."""
         if self._store is None:
-            return _none_there()
+            return none_there()
         found = self._sides.exists(self._store, keys, pool_transfers or ())
         return transfer_result(found.longest, found.by_pool, found.lengths)
 
-    @answers(_none_moved)
+    @answers(none_moved)
     def batch_get_v2(
         self,
         transfers: Sequence[PoolTransfer],
@@ -230,7 +210,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """Pages of side pools to their slots; see `batch_get_v1`."""
         return self._sides.get(transfers)
 
-    @answers(_none_moved)
+    @answers(none_moved)
     def batch_set_v2(
         self,
         transfers: Sequence[PoolTransfer],
@@ -239,13 +219,13 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """Stores pages of side pools from their slots; see `batch_set_v1`."""
         return self._sides.set(transfers, getattr(extra_info, "prefix_keys", None) or ())
 
-    @answers(_nothing)
+    @answers(nothing)
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         """The page as a flat tensor, in `target_location` if there is one; None for a miss."""
         targets = None if target_location is None else [target_location]
         return self.batch_get([key], targets)[0]
 
-    @answers(_all_absent)
+    @answers(all_absent)
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
@@ -256,14 +236,14 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         found = self._store.get_flat(keys, targets)
         return [page if is_hit else None for page, is_hit in zip(targets, found, strict=True)]
 
-    @answers(_refused)
+    @answers(refused)
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
         """Whether the page is in the cache now."""
         return self.batch_set([key], [target_location if value is None else value])
 
-    @answers(_refused)
+    @answers(refused)
     def batch_set(
         self,
         keys: Sequence[str],
@@ -277,11 +257,11 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             return False
         return all(self._store.set_flat(keys, sources))
 
-    @answers(_refused)
+    @answers(refused)
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    @answers(_nothing)
+    @answers(nothing)
     def clear(self) -> None:
         """Deletes every page of this model, in all tiers, also those of other servers of it."""
         for store in self._stores:
@@ -298,7 +278,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             iter(states), None
         )
 
-    @answers(_nothing)
+    @answers(nothing)
     def get_stats(self) -> Any:
         """What was moved since the last call; None without --enable-metrics."""
         if self._store is None or not self._config.enable_storage_metrics:
@@ -313,13 +293,13 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             backup_bandwidth=put.bandwidths,
         )
 
-    @answers(_nothing)
+    @answers(nothing)
     def pause(self) -> None:
         """See kvtier_sglang.weights: an online update begins."""
         for store in self._stores:
             store.pause()
 
-    @answers(_nothing)
+    @answers(nothing)
     def resume(self, weights: str) -> None:
         """See kvtier_sglang.weights: from now on the weights have this name."""
         budget = Budget(self._options.set_deadline)
@@ -327,7 +307,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             with kept_inside("going on with a pool"):
                 store.resume(_revision(self._options, self._served, weights), budget)
 
-    @answers(_nothing)
+    @answers(nothing)
     def close(self) -> None:
         WEIGHTS.detach(self)
         if self._events is not None:

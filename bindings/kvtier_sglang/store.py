@@ -34,6 +34,7 @@ from kvtier_sglang.leaving import Leaving, Left
 from kvtier_sglang.lookups import leading_run, presence
 from kvtier_sglang.meters import Meter
 from kvtier_sglang.options import Options
+from kvtier_sglang.runs import Run, cut, in_runs
 from kvtier_sglang.states import StoreState
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ __all__ = ["PageStore", "StoreState"]
 log = logging.getLogger(__name__)
 
 _REOPEN_S: Final = 1.0
-#: Moved of one part before the next part's turn.
-_RUN_BYTES: Final = 64 << 20
 #: A flat page's memory is cut into objects in the order of the parts.
 _Memory = Any
 
@@ -134,7 +133,7 @@ class PageStore:
 
     def get_flat(self, hashes: Sequence[str], targets: Sequence[_Memory]) -> list[bool]:
         """Pages to memory outside the pool, one flat tensor each."""
-        return self._get(hashes, [(rows, None) for rows in self._cut(targets)])
+        return self._get(hashes, [(rows, None) for rows in self._pieces(targets)])
 
     def set(
         self,
@@ -150,7 +149,7 @@ class PageStore:
 
     def set_flat(self, hashes: Sequence[str], sources: Sequence[_Memory]) -> list[bool]:
         """Stores pages from memory outside the pool, one flat tensor each."""
-        return self._set(hashes, [(rows, None) for rows in self._cut(sources)], ())
+        return self._set(hashes, [(rows, None) for rows in self._pieces(sources)], ())
 
     def clear(self) -> None:
         """Deletes every page of this family, of all ranks and servers. Raises when the daemon does
@@ -284,7 +283,7 @@ class PageStore:
                 .prefix
             )
 
-        count = self._in_runs(parts, len(keys), budget, ask)
+        count = self._moved(parts, len(keys), budget, ask)
         self.got.add(
             count,
             count * sum(self._part_bytes),
@@ -322,7 +321,7 @@ class PageStore:
             news[number] += stored.counts().get(kvtier.PutCode.STORED, 0)
             return stored.prefix
 
-        count = self._in_runs(parts, len(keys), budget, ask)
+        count = self._moved(parts, len(keys), budget, ask)
         self.put.add(
             count,
             sum(new * size for new, size in zip(news, self._part_bytes, strict=True)),
@@ -333,40 +332,24 @@ class PageStore:
         )
         return [True] * count + [False] * (len(keys) - count)
 
-    def _in_runs(
+    def _moved(
         self,
         parts: Sequence[_Part],
         total: int,
         budget: Budget,
         ask: Callable[[int, int, int], int],
     ) -> int:
-        """How many pages from the first on all parts have or took; `ask` is for a part and a range
-        of pages, and says how many from the range's first on.
+        """See runs.in_runs."""
+        run = Run(parts=len(parts), page_bytes=self.page_bytes, total=total)
+        return in_runs(run, budget, ask, lambda: self._is_open(parts))
 
-        Run by run, so that what was moved when the time is up is whole pages.
-        """
-        step = max(1, _RUN_BYTES // self.page_bytes)
-        done = 0
-        while done < total and self._is_open(parts):
-            end = whole = min(done + step, total)
-            for number in range(len(parts)):
-                if end == done or budget.left <= 0:
-                    return done
-                end = done + ask(number, done, end)
-            done = end
-            if end < whole:
-                break
-        return done
-
-    def _cut(self, pages: Sequence[_Memory]) -> list[list[_Memory]]:
+    def _pieces(self, pages: Sequence[_Memory]) -> list[list[_Memory]]:
         """The objects of flat pages: for each part a list with its piece of every page."""
-        pieces: list[list[_Memory]] = []
-        begin = 0
-        for layout, rows in zip(self._layouts, self._rows, strict=True):
-            length = layout.raw_bytes // rows.element_size()
-            pieces.append([page[begin : begin + length] for page in pages])
-            begin += length
-        return pieces
+        lengths = [
+            layout.raw_bytes // rows.element_size()
+            for layout, rows in zip(self._layouts, self._rows, strict=True)
+        ]
+        return cut(pages, lengths)
 
     def _is_open(self, parts: Sequence[_Part]) -> bool:
         """Whether asking `parts` makes sense. After somebody bumped or deleted a namespace, binds

@@ -9,6 +9,7 @@ Immutable: usable from any thread.
 
 from __future__ import annotations
 
+from binascii import unhexlify
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast, overload
 
@@ -19,25 +20,49 @@ from kvtier.errors import KeyLengthError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["KeyChain", "checked_keys", "keys_of_hashes"]
+__all__ = ["KeyChain", "checked_keys", "joined_keys", "keys_of_hashes", "looked_up"]
 
 
 class KeyChain(Sequence[bytes]):
     """32-byte keys, each the child of the one before it.
 
     `parent` is the key before the first one (empty at the head of a conversation), `depth` the
-    pages before it.
+    pages before it. Keys that lie one after the other stay in one piece until somebody asks for
+    single ones: a lookup does not.
     """
 
-    __slots__ = ("_keys", "depth", "parent")
+    __slots__ = ("_joined", "_single", "depth", "parent")
 
     def __init__(self, keys: Iterable[bytes], *, parent: bytes = b"", depth: int = 0) -> None:
-        self._keys = tuple(keys)
+        self._single: tuple[bytes, ...] | None = tuple(keys)
+        self._joined: bytes | None = None
         self.parent = parent
         self.depth = depth
 
+    @classmethod
+    def of_joined(cls, joined: bytes, *, parent: bytes = b"", depth: int = 0) -> KeyChain:
+        """Of keys that lie one after the other, 32 bytes each."""
+        made = cls((), parent=parent, depth=depth)
+        made._single, made._joined = None, joined
+        return made
+
+    @property
+    def joined(self) -> bytes:
+        """All keys, one after the other."""
+        if self._joined is None:
+            self._joined = b"".join(self._keys)
+        return self._joined
+
+    @property
+    def _keys(self) -> tuple[bytes, ...]:
+        if self._single is None:
+            self._single = tuple(cut(self._joined or b"", KEY_BYTES))
+        return self._single
+
     def __len__(self) -> int:
-        return len(self._keys)
+        if self._single is None:
+            return len(self._joined or b"") // KEY_BYTES
+        return len(self._single)
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._keys)
@@ -49,11 +74,16 @@ class KeyChain(Sequence[bytes]):
     def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
         if not isinstance(index, slice):
             return self._keys[index]
-        start, _, step = index.indices(len(self._keys))
+        start, stop, step = index.indices(len(self))
         if step != 1:
             return self._keys[index]  # gaps: no chain any more
-        parent = self._keys[start - 1] if start else self.parent
-        return KeyChain(self._keys[index], parent=parent, depth=self.depth + start)
+        depth = self.depth + start
+        if self._single is not None:
+            parent = self._single[start - 1] if start else self.parent
+            return KeyChain(self._single[index], parent=parent, depth=depth)
+        joined, begin = self._joined or b"", KEY_BYTES * start
+        parent = joined[begin - KEY_BYTES : begin] if start else self.parent
+        return KeyChain.of_joined(joined[begin : KEY_BYTES * stop], parent=parent, depth=depth)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, KeyChain):
@@ -64,7 +94,12 @@ class KeyChain(Sequence[bytes]):
         return hash(self._keys)
 
     def __repr__(self) -> str:
-        return f"KeyChain({len(self._keys)} keys from depth {self.depth})"
+        return f"KeyChain({len(self)} keys from depth {self.depth})"
+
+
+def looked_up(keys: Sequence[bytes]) -> Sequence[bytes]:
+    """As `checked_keys`; a chain stays as it is."""
+    return keys if isinstance(keys, KeyChain) else checked_keys(keys)
 
 
 def checked_keys(keys: Sequence[bytes | bytearray | memoryview]) -> list[bytes]:
@@ -99,13 +134,18 @@ def _are_keys(keys: Sequence[object]) -> TypeGuard[Sequence[bytes]]:
     return set(map(len, cast("Sequence[bytes]", keys))) == {KEY_BYTES}
 
 
-def keys_of_hashes(hashes: Iterable[str | Buffer]) -> list[bytes]:
+def joined_keys(keys: Sequence[bytes]) -> bytes:
+    """Checked keys one after the other; those of a chain that has them so are not touched."""
+    return keys.joined if isinstance(keys, KeyChain) else b"".join(keys)
+
+
+def keys_of_hashes(hashes: Iterable[str | Buffer]) -> KeyChain:
     """Page hashes as an engine has them, hex text or 32 bytes. Raises KeyLengthError naming the
     index.
     """
     hashes = list(hashes)
-    if (made := _of_hex(hashes)) is not None:
-        return made
+    if (joined := _of_hex(hashes)) is not None:
+        return KeyChain.of_joined(joined)
     keys: list[Any] = []
     for index, given in enumerate(hashes):
         if not isinstance(given, str):
@@ -118,21 +158,20 @@ def keys_of_hashes(hashes: Iterable[str | Buffer]) -> list[bytes]:
                 f"hashes[{index}] is {given[:80]!r}",
                 remedy=f"pass {2 * KEY_BYTES} hexadecimal digits, or {KEY_BYTES} bytes",
             ) from None
-    return checked_keys(keys)
+    return KeyChain(checked_keys(keys))
 
 
-def _of_hex(hashes: list[Any]) -> list[bytes] | None:
-    """The keys where all are hexadecimal text of the right length, as SGLang has them, in a fifth
-    of the time; None where something is not.
+def _of_hex(hashes: list[Any]) -> bytes | None:
+    """The keys, joined, where all are hexadecimal text of the right length, as SGLang has them;
+    None where something is not.
     """
-    if set(map(type, hashes)) != {str} or set(map(len, hashes)) != {2 * KEY_BYTES}:
-        return None
     try:
-        made = bytes.fromhex("".join(hashes))
-    except ValueError:
+        text = "".join(hashes)
+        if set(map(len, hashes)) != {2 * KEY_BYTES}:
+            return None
+        return unhexlify(text)
+    except (TypeError, ValueError):
         return None
-    # Blanks are no digits, but no error either.
-    return cut(made, KEY_BYTES) if len(made) == KEY_BYTES * len(hashes) else None
 
 
 def _as_bytes(index: int, key: object) -> bytes:

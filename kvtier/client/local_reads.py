@@ -17,10 +17,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.client.keys import joined_keys
 from kvtier.client.local_get import LocalGet
 from kvtier.client.local_link import LocalLink
 from kvtier.client.reading import GetOptions, Reader
-from kvtier.core.page import GetCode
+from kvtier.core.page import KEY_BYTES, GetCode
 from kvtier.errors import ClientClosed
 from kvtier.packing.layout import Layout
 from kvtier.transfer.local.protocol import ANSWER_KEYS_MAX, DOUBT, HIT, MISS, Found
@@ -66,13 +67,6 @@ def _joined(codes: NDArray[np.uint8], others: NDArray[np.uint8]) -> NDArray[np.u
     return joined
 
 
-def _codes(found: Found, is_exact: bool) -> NDArray[np.uint8]:
-    """With `is_exact` MISS for lossy copies."""
-    if not is_exact:
-        return found.codes
-    return np.where(found.hits & (found.lossy != np.uint64(0)), np.uint8(MISS), found.codes)
-
-
 class LocalReads:
     """`tell_soon` has `link.tell` called within a second; `on_end` is called when the link is found
     to have ended.
@@ -103,15 +97,22 @@ class LocalReads:
         """None: only the daemon can say. HIT needs every shard, as the daemon's lookup does."""
         shard, number = layout.shard.index, opened.namespace_number
         view = self.link.view
-        if layout.shard_count == 1 and not is_exact and len(keys) <= ANSWER_KEYS_MAX:
-            return self._lookup_few(opened, shard, keys)
+        if layout.shard_count == 1 and len(keys) <= ANSWER_KEYS_MAX:
+            return self._lookup_few(opened, shard, keys, is_exact=is_exact)
+        joined = np.frombuffer(joined_keys(keys), np.uint8).reshape(-1, KEY_BYTES)
+
+        def looked_up(shard: int) -> Found:
+            return view.lookup(
+                joined, namespace=number, shard=shard, with_entries=False, is_exact=is_exact
+            )
+
         try:
-            found = view.lookup(keys, namespace=number, shard=shard, with_entries=is_exact)
-            codes, tiers = _codes(found, is_exact), found.tiers
+            found = looked_up(shard)
+            codes, tiers = found.codes, found.tiers
             for other in range(layout.shard_count if layout.shard_count > 1 else 0):
                 if other != shard:
-                    there = view.lookup(keys, namespace=number, shard=other, with_entries=is_exact)
-                    codes = _joined(codes, _codes(there, is_exact))
+                    there = looked_up(other)
+                    codes = _joined(codes, there.codes)
                     tiers = np.minimum(tiers, there.tiers)
             is_current = view.namespace_is_current(number, opened.generation)
         except ClientClosed:
@@ -123,12 +124,16 @@ class LocalReads:
         return self._answered(number, shard, answers, tiers.tobytes())
 
     def _lookup_few(
-        self, opened: OpenedNamespace, shard: int, keys: Sequence[bytes]
+        self, opened: OpenedNamespace, shard: int, keys: Sequence[bytes], *, is_exact: bool
     ) -> LookupReply | None:
         number = opened.namespace_number
         try:
             found = self.link.view.answer(
-                keys, namespace=number, shard=shard, generation=opened.generation
+                keys,
+                namespace=number,
+                shard=shard,
+                generation=opened.generation,
+                is_exact=is_exact,
             )
         except ClientClosed:
             return None

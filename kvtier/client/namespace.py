@@ -26,7 +26,7 @@ from kvtier.client.arguments import (
 )
 from kvtier.client.binding import Binding
 from kvtier.client.generations import bump_family
-from kvtier.client.keys import KeyChain, checked_keys, keys_of_hashes
+from kvtier.client.keys import KeyChain, checked_keys, keys_of_hashes, looked_up
 from kvtier.client.lease import AsyncLease
 from kvtier.client.link import Within
 from kvtier.client.results import DeleteResult, GetResult, LookupResult, MoveResult, PutResult
@@ -70,7 +70,7 @@ class AsyncNamespace(Binding):
 
     def keys_from(self, hashes: Iterable[str | Buffer]) -> KeyChain:
         """Keys that an engine has already made: page hashes as hexadecimal text or 32 bytes."""
-        return KeyChain(keys_of_hashes(hashes))
+        return keys_of_hashes(hashes)
 
     async def lookup(
         self,
@@ -90,7 +90,7 @@ class AsyncNamespace(Binding):
         hints = Hints(
             session=checked_session(session), traceparent=checked_traceparent(traceparent)
         )
-        known = checked_keys(keys)
+        known = looked_up(keys)
         found = self.lookup_here(known, lossy_ok=lossy_ok)
         if found is None:
             found = self.lookup_result(
@@ -98,7 +98,7 @@ class AsyncNamespace(Binding):
             )
         return found
 
-    def lookup_here(self, keys: list[bytes], *, lossy_ok: bool = True) -> LookupResult | None:
+    def lookup_here(self, keys: Sequence[bytes], *, lossy_ok: bool = True) -> LookupResult | None:
         """What shared memory can answer of a lookup, None where only the daemon can. Any thread."""
         self._link.check_usable()
         found = batches.lookup_here(self, keys, is_exact=not lossy_ok)

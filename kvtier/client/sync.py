@@ -28,7 +28,7 @@ from kvtier.client.arguments import (
     checked_traceparent,
 )
 from kvtier.client.batches import got
-from kvtier.client.keys import KeyChain, checked_keys
+from kvtier.client.keys import KeyChain, looked_up
 from kvtier.client.local_attachment import LocalState
 from kvtier.client.namespace import AsyncNamespace
 from kvtier.client.put_batches import done_put
@@ -300,7 +300,7 @@ class Namespace:
     ) -> LookupResult:
         """Which pages are there now; see AsyncNamespace.lookup."""
         within = self._connection._within(deadline)
-        known = checked_keys(keys)
+        known = looked_up(keys)
         if session != "" or traceparent != "":
             session, traceparent = checked_session(session), checked_traceparent(traceparent)
         found = self._async.lookup_here(known, lossy_ok=lossy_ok)

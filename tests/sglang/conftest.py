@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from server_tiers import nvme_daemon
 from sglang_rig import Walks
 
+from kvtier.packing import fp8
 from kvtier_engine.smollm2 import ensure_model
 from tests.forks import daemon_of_its_own
 
@@ -23,6 +25,19 @@ def roomy(forker):
     """With room for pages of several sizes: each has slabs of its own."""
     with daemon_of_its_own(forker, "host.bytes=512MiB") as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def tiers(forker):
+    """A daemon with NVMe, for the servers of a module."""
+    with nvme_daemon(forker) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def packing() -> None:
+    """What packs pages is loaded, and compiled: the first page would wait for it."""
+    fp8.warm_up()
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ _HEADS, _HEAD_DIM = 2, 64
 _KV_LORA_RANK, _ROPE_DIM = 64, 16
 #: The host copy, its acknowledgement and the write to storage are all driven by the event loop.
 _SETTLE_S = 1.0
-_WAIT_S = 15.0
+_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)

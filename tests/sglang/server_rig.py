@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,7 +30,8 @@ ADMIN_KEY = "admin"
 NEW_TOKENS = 12
 _READY_S = 600.0
 _ANSWER_S = 300.0
-_END_S = 20.0
+#: What is killed before it has ended by itself leaves shared memory behind.
+_END_S = 120.0
 _COMMON = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
@@ -86,8 +88,17 @@ class Answer:
 class Server:
     """Starts with `start` or `with`; what it says goes to `log`."""
 
-    def __init__(self, model: Path, log: Path, extra: dict[str, Any], **options: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        extra: dict[str, Any],
+        *,
+        environment: dict[str, str] | None = None,
+        **options: str,
+    ) -> None:
         self.log_path = log
+        self._environment = environment or {}
         self._model = model
         self._extra = extra
         # With float32 rounding does not turn one greedy word into another, whatever runs beside it.
@@ -100,6 +111,10 @@ class Server:
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    @property
+    def _ranks(self) -> int:
+        return int(self._options.get("--tp-size", "1"))
 
     def begin(self) -> Server:
         """Starts it without waiting for it."""
@@ -120,7 +135,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | _environment(),
+                env=os.environ | _environment(self._ranks) | self._environment,
                 start_new_session=True,
             )  # fmt: skip
         return self
@@ -167,6 +182,23 @@ class Server:
     def flush(self) -> None:
         """Drops what device and host hold. Waits until the server has nothing to do."""
         self._send("POST", "/flush_cache?timeout=60", {})
+
+    def metrics(self) -> dict[str, float]:
+        """What /metrics says, by name and outcome; of other labels the sum."""
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self._port}/metrics", timeout=_ANSWER_S
+        ) as answer:
+            lines = answer.read().decode().splitlines()
+        found: dict[str, float] = {}
+        for line in lines:
+            if line.startswith("#"):
+                continue
+            labelled, _, value = line.rpartition(" ")
+            name = labelled.partition("{")[0]
+            outcome = re.search(r'outcome="(\w+)"', labelled)
+            key = f"{name} {outcome.group(1)}" if outcome else name
+            found[key] = found.get(key, 0.0) + float(value)
+        return found
 
     def clear_storage(self) -> None:
         self._send("POST", "/hicache/storage-backend/clear", {})
@@ -251,9 +283,11 @@ def _has_members(group: int) -> bool:
     return True
 
 
-def _environment() -> dict[str, str]:
+def _environment(ranks: int) -> dict[str, str]:
+    # Without it SGLang wants a NUMA node for each rank.
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * ranks)} if ranks > 1 else {}
     paths = (HERE / "server_hooks", HERE / "stubs", HERE)
-    return {
+    return cores | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",

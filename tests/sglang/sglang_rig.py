@@ -16,7 +16,7 @@ from tests.sglang.environment import ENVIRONMENT, HERE
 __all__ = ["ENVIRONMENT", "HERE", "Walks", "needs_sglang"]
 
 _LOAD_S = 120.0
-_WALK_S = 60.0
+_WALK_S = 150.0
 
 needs_sglang = pytest.mark.skipif(
     not (ENVIRONMENT / ".installed").exists(), reason="needs a real SGLang: make sglang-env"

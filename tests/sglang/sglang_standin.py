@@ -113,7 +113,7 @@ def stand_in(*, without: tuple[str, ...] = ()) -> Iterator[StandIn]:
             if member not in without:
                 setattr(made, member, value)
         modules[made.__name__] = made
-    ours = ["kvtier_sglang.backend", "kvtier_sglang.sglang_api"]
+    ours = ["kvtier_sglang.backend", "kvtier_sglang.sglang_api", "kvtier_sglang.misses"]
     for name in ours:
         sys.modules.pop(name, None)
     sys.modules.update(modules)

@@ -17,6 +17,8 @@ from kvtier_sglang.options import Options
 from tests.client.local_rig import flip
 from tests.forks import daemon_of_its_own
 
+pytestmark = pytest.mark.usefixtures("packing")
+
 ALL = list(range(PAGES))
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 

@@ -24,8 +24,8 @@ from test_sglang_sides import MODEL, sides_for, transfer
 
 import kvtier
 import kvtier.client
-import kvtier_sglang.store as store_module
 from kvtier.client.results import GetResult, PutResult
+from kvtier_sglang import runs
 from kvtier_sglang.layouts import Identity, PoolShape, Ranks, part_layouts
 from kvtier_sglang.pools import shape_of
 from kvtier_sglang.side_pools import Model, side_pool
@@ -322,7 +322,7 @@ def test_kind_39_slowhit_what_came_in_time_counts(kv, monkeypatch):
     pool = pool_with_heads(FIRST)
     store = store_for(kv, pool, get_deadline=1.0)
     store.set(hashes(PAGES), list(range(PAGES)))
-    monkeypatch.setattr(store_module, "_RUN_BYTES", 1)  # page by page
+    monkeypatch.setattr(runs, "_RUN_BYTES", 1)  # page by page
     real = kvtier.client.Namespace.get
 
     def slow(namespace, keys, **options):

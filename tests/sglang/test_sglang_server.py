@@ -7,24 +7,30 @@ One server for the module, for a start takes half a minute; each test has prompt
 from __future__ import annotations
 
 import re
-import shutil
-import signal
-import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 from server_models import other_weights, prompt
 from server_rig import PAGE, Server, extra_config, storable
+from server_tiers import (
+    check_found,
+    comes,
+    comes_back,
+    counters,
+    finds_all,
+    killed,
+    stopped,
+    stored,
+    stored_on_nvme,
+)
 from sglang_rig import needs_sglang
 from tokenizers import Tokenizer
 
 import kvtier
-from kvtier.core.page import Tier
 from kvtier.packing.keys import chain_keys
 from tests.faults.fault_rig import flip_bit, newest, records
-from tests.forks import ForkedDaemon
 
 pytestmark = [needs_sglang, pytest.mark.timeout(1800)]
 
@@ -35,80 +41,10 @@ ATTEMPTS = 3
 
 
 @pytest.fixture(scope="module")
-def tiers(forker):
-    """A daemon whose pages are on NVMe as soon as they can be. Its base has the device, `nv`."""
-    settings = ("host.bytes=256MiB", "nvme.bytes=512MiB", "nvme.write_policy=through")
-    base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    try:
-        with ForkedDaemon(forker, base, f"nvme.paths={base / 'nv'}", *settings) as running:
-            yield running
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
 def server(tiers, model, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     with Server(model, log, extra_config(tiers.url)) as running:
         yield running
-
-
-def stored(server, text, **options):
-    """The answer to a prompt that nobody has asked before; its pages are in storage then."""
-    cold = server.generate(text, **options)
-    assert cold.found == {}
-    server.flush()
-    return cold
-
-
-def check_found(server, text, cold, tokens, **options):
-    """The prompt again: so many tokens from storage, none from elsewhere, and the same text."""
-    again = server.generate(text, **options)
-    assert (again.text, again.found) == (cold.text, {"storage": tokens} if tokens else {})
-    server.flush()
-
-
-def comes(call, seconds=60.0):
-    until = time.monotonic() + seconds
-    while not call():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def counters(daemon):
-    with kvtier.connect(daemon.url, deadline=10) as kv:
-        return kv.status(deadline=10).counters
-
-
-def on_nvme(daemon):
-    """How many objects are there."""
-    with kvtier.connect(daemon.url, deadline=10) as kv:
-        return next(
-            tier.pages_sealed for tier in kv.status(deadline=10).tiers if tier.tier is Tier.NVME
-        )
-
-
-def comes_back(server, name):
-    """Until the server has found the daemon again, with prompts of its own."""
-    comes(lambda: finds_all(server, prompt(f"{name} again", 2)))
-
-
-def stored_on_nvme(server, daemon, text):
-    """As `stored`; returns when K and V of each page have been copied down."""
-    before = on_nvme(daemon)
-    cold = stored(server, text)
-    comes(lambda: on_nvme(daemon) >= before + 2 * storable(cold) // PAGE)
-    return cold
-
-
-@contextmanager
-def killed(daemon):
-    """It is started again at the end."""
-    daemon.kill()
-    try:
-        yield
-    finally:
-        daemon.start()
 
 
 @pytest.mark.leaks_allowed("the server that is started anew outlives the test")
@@ -171,6 +107,35 @@ def test_pages_of_one_salt_are_not_there_for_another(server, field):
         check_found(server, text, cold, storable(cold), **salt)
 
 
+def test_what_was_moved_is_in_the_servers_metrics(server):
+    """SGLang's own and those beside them: pages to storage, and the same pages from there."""
+    names = (
+        "sglang:backuped_tokens_total",
+        "sglang:prefetched_tokens_total",
+        "sglang:prefetch_bandwidth_count",
+        "sglang:backup_bandwidth_count",
+        "kvtier:set_pages_total stored",
+        "kvtier:get_pages_total hit",
+    )
+    text = prompt("Iona")
+    before = server.metrics()
+    cold = stored(server, text)
+    check_found(server, text, cold, storable(cold))
+
+    def grown():
+        now = server.metrics()
+        return {name: now.get(name, 0) - before.get(name, 0) for name in names}
+
+    # The scheduler's loop brings them there.
+    comes(lambda: all(grown().values()))
+    moved = grown()
+    assert moved["sglang:prefetched_tokens_total"] == PAGE * moved["kvtier:get_pages_total hit"]
+    assert moved["sglang:prefetched_tokens_total"] >= storable(cold)
+    assert moved["sglang:backuped_tokens_total"] >= storable(cold)
+    assert moved["kvtier:set_pages_total stored"] >= storable(cold) // PAGE
+    assert server.metrics()["kvtier:serving"] == 1
+
+
 def test_status_names_the_servers_that_are_attached(server, tiers):
     server.generate(prompt("Innis", 2))
     with kvtier.connect(tiers.url, deadline=10) as kv:
@@ -226,6 +191,28 @@ def test_a_stopped_daemon_costs_requests_little(server, tiers, stopped_s):
     comes(lambda: finds_all(server, prompts[0]))
 
 
+@pytest.mark.leaks_allowed("the daemon that is started again outlives the test")
+def test_a_daemon_that_dies_again_and_again_under_load_changes_no_text(server, tiers):
+    """Killed and started as often as that goes while eight requests run, half of them of prompts
+    that storage has.
+    """
+    prompts = [prompt(f"Lunga {number}", 4) for number in range(REQUESTS)]
+    texts = [stored(server, text).text for text in prompts[::2]]
+    with detached(server):
+        without = [answer.text for answer in server.generate_at_once(prompts)]
+        server.flush()
+    assert without[::2] == texts
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.generate_at_once, prompts)
+        while not running.done():
+            with killed(tiers):
+                pass
+        answers = running.result()
+    assert [answer.text for answer in answers] == without
+    server.flush()
+    comes_back(server, "Lunga")
+
+
 @contextmanager
 def detached(server):
     server.detach()
@@ -235,26 +222,11 @@ def detached(server):
         server.attach()
 
 
-@contextmanager
-def stopped(daemon):
-    daemon.signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        daemon.signal(signal.SIGCONT)
-
-
 def most_late(without, answers):
     """How much later the answers are, of those in the same place when sorted by their times."""
     pairs = zip(sorted(item.seconds for item in without), sorted(item.seconds for item in answers),
                 strict=True)  # fmt: skip
     return max(slow - usual for usual, slow in pairs)
-
-
-def finds_all(server, text):
-    answer = server.generate(text)
-    server.flush()
-    return answer.found == {"storage": storable(answer)}
 
 
 def test_no_page_of_other_weights_is_found_after_an_update(server, tiers, model, tmp_path):

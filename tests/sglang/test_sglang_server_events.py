@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import tempfile
-from pathlib import Path
 
 import pytest
 from event_rig import HOST, NVME, free_endpoints
@@ -16,7 +14,6 @@ from server_rig import PAGE, Server, extra_config, storable
 from sglang_rig import needs_sglang
 
 from kvtier_sglang.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Medium, encode
-from tests.forks import ForkedDaemon
 from tests.sglang.environment import ENVIRONMENT
 
 pytestmark = [needs_sglang, pytest.mark.timeout(1800)]
@@ -31,17 +28,6 @@ for line in sys.stdin:
     events = [(type(event).__name__, msgspec.to_builtins(event)) for event in batch.events]
     print("decoded", json.dumps([batch.ts, events, batch.attn_dp_rank]))
 """
-
-
-@pytest.fixture(scope="module")
-def tiers(forker):
-    settings = ("host.bytes=256MiB", "nvme.bytes=512MiB", "nvme.write_policy=through")
-    base = Path(tempfile.mkdtemp(prefix="kvt-"))
-    try:
-        with ForkedDaemon(forker, base, f"nvme.paths={base / 'nv'}", *settings) as running:
-            yield running
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pool_rig import IDENTITY, hashes, pool_with_heads, store_for
 
 import kvtier
 import kvtier.client
-import kvtier_sglang.store as store_module
+from kvtier_sglang import runs
 from kvtier_sglang.layouts import Ranks, part_layouts
 from kvtier_sglang.leaving import Leaving, Left
 from kvtier_sglang.pools import shape_of
@@ -290,7 +290,7 @@ def test_what_is_stored_while_weights_change_keeps_its_name(kv, seed, monkeypatc
     are stored. A page names the weights that it was made with by its bytes.
     """
     chance = random.Random(seed)
-    monkeypatch.setattr(store_module, "_RUN_BYTES", 1)  # page by page
+    monkeypatch.setattr(runs, "_RUN_BYTES", 1)  # page by page
     pool = pool_with_heads("page_first_direct", pages=16)
     holds: dict[threading.Thread, Hold] = {}
     put = kvtier.client.Namespace.put

@@ -45,13 +45,12 @@ class CompiledKernels:
 
     def probe(self, table: MappedTable, keys: Words, name: int, found: Found) -> tuple[int, int]:
         assert 4 * len(found.codes) == len(keys), "found is not for these keys"
-        torn, doubts = kernels.probe(
-            table.shape, keys, name, found.words, found.places, found.codes, found.tiers
-        )
+        into = (found.words, found.places, found.codes, found.tiers)
+        torn, doubts = kernels.probe(table.shape, keys, name, found.is_exact, into)
         return torn, doubts
 
     def answer(
-        self, table: MappedTable, keys: bytes, name: int, current: int
+        self, table: MappedTable, keys: bytes, name: int, current: int, *, is_exact: bool
     ) -> tuple[int, int, bytes]:
         count = len(keys) // KEY_BYTES
         if count > ANSWER_KEYS_MAX:
@@ -61,7 +60,7 @@ class CompiledKernels:
         except IndexError:
             room = _Room()
         room.view[: len(keys)] = keys
-        ended = kernels.answer(table.shape_at, room.address, count, name, current)
+        ended = kernels.answer(table.shape_at, room.address, count, name, current, is_exact)
         begin = (KEY_BYTES + 8) * count
         answers = room.view[begin : begin + 2 * count].tobytes()
         self._rooms.append(room)

@@ -75,6 +75,8 @@ _TIER_BITS: Final = np.uint64(0xFF)
 _WITH_SUMS: Final = np.uint64(HOST_WITH_SUMS)
 _LENGTH: Final = np.uint64(LENGTH_BYTES_MAX)
 _LOSSY: Final = np.uint64(1 << 8)
+#: The same in the whole word.
+_LOSSY_BIT: Final = np.uint64(1 << 56)
 _RAW: Final = np.uint64(Codec.RAW)
 _SLOT: Final = np.int64(SLOT_BYTES)
 #: What a look at one place comes to: the run ends here, the entry is here, it is of another page,
@@ -203,9 +205,10 @@ def _settle(table: Any, keys: Any, name: Any, out: Any, pending: Any, span: Any)
 
 
 @part
-def _probe(table: Any, keys: Any, count: Any, name: Any, out: Any) -> Any:
+def _probe(table: Any, keys: Any, count: Any, name: Any, out: Any, is_exact: Any) -> Any:
     """Looks for keys and fills what `out` has: addresses of rows (16 n words, or 0), places (n
-    words), found and tiers (n bytes). (torn reads, doubts).
+    words), found and tiers (n bytes). With `is_exact` a copy that was rounded is a MISS. (torn
+    reads, doubts).
     """
     rows, places, found, tiers = out
     # Without rows the entries are copied, and checked, in passing.
@@ -234,19 +237,25 @@ def _probe(table: Any, keys: Any, count: Any, name: Any, out: Any) -> Any:
                 doubts += code == DOUBT
                 for word in range(16):
                     store_own(row + 8 * word, EMPTY_WORD)
+            elif is_exact and load_own(row + 56) & _LOSSY_BIT != EMPTY_WORD:
+                store_code(found + i, MISS)
             store_code(tiers + i, (load_own(row + 32) >> _TIER) & _TIER_BITS)
     return torn, doubts
 
 
 @compiled(
-    f"UniTuple(int64, 2)({GIVEN}, {GIVEN}, uint64, uint64[::1], int64[::1], uint8[::1], uint8[::1])"
+    f"UniTuple(int64, 2)({GIVEN}, {GIVEN}, uint64, boolean,"
+    " Tuple((uint64[::1], int64[::1], uint8[::1], uint8[::1])))"
 )
-def probe(shape: Any, words: Any, name: Any, rows: Any, places: Any, found: Any, tiers: Any) -> Any:
-    """Fills rows (16 n, or none), places, found and tiers (n) for keys (4 n); see _probe."""
+def probe(shape: Any, words: Any, name: Any, is_exact: Any, into: Any) -> Any:
+    """Fills `into`, rows (16 n, or none), places, found and tiers (n), for keys (4 n); see
+    _probe.
+    """
+    rows, places, found, tiers = into
     count = len(found)
     kept = rows.ctypes.data if len(rows) >= 16 * count else 0
     out = (np.int64(kept), places.ctypes.data, found.ctypes.data, tiers.ctypes.data)
-    return _probe(opened(shape), words.ctypes.data, count, name, out)
+    return _probe(opened(shape), words.ctypes.data, count, name, out, is_exact)
 
 
 @part
@@ -270,8 +279,8 @@ def namespace(shape: Any, number: Any) -> Any:
     return _namespace(np.int64(shape[0]), np.int64(shape[6]), number)
 
 
-@compiled("int64(int64, int64, int64, uint64, uint64)")
-def answer(shape: Any, keys: Any, count: Any, name: Any, current: Any) -> Any:
+@compiled("int64(int64, int64, int64, uint64, uint64, boolean)")
+def answer(shape: Any, keys: Any, count: Any, name: Any, current: Any, is_exact: Any) -> Any:
     """A whole lookup of a few keys: numbers alone, because Python takes longer to pass an array
     than the search takes. `shape` is the address of MappedTable.shape, `keys` that of the keys (32
     bytes each), behind which there is room for n places, n codes and n tiers. `current` is the
@@ -281,7 +290,7 @@ def answer(shape: Any, keys: Any, count: Any, name: Any, current: Any) -> Any:
     places = keys + 32 * count
     found = places + 8 * count
     out = (np.int64(0), places, found, found + count)
-    torn, doubts = _probe(table, keys, count, name, out)
+    torn, doubts = _probe(table, keys, count, name, out, is_exact)
     state = IN_DOUBT if doubts else SETTLED
     if _namespace(table[0], load_number(shape + 48), current >> HALF) != current:
         state = NOT_CURRENT

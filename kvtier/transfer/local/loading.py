@@ -75,7 +75,9 @@ def _trace(kernels: Kernels) -> list[Words]:
     found = Found.room_for(20)
     keys = np.ascontiguousarray(rows[:, :4]).reshape(-1)
     counts += kernels.probe(table, keys, 5, found)
-    state, torn, answers = kernels.answer(table, keys.tobytes(), 5, 3 << 32 | 1)
+    exact = Found.room_for(20, with_entries=False, is_exact=True)
+    counts += kernels.probe(table, keys, 5, exact)
+    state, torn, answers = kernels.answer(table, keys.tobytes(), 5, 3 << 32 | 1, is_exact=True)
     readable = kernels.readable(
         found, rows[0].copy(), arena_bytes=1 << 62, length=int(found.lengths[0]), lossy_ok=True
     )
@@ -83,5 +85,7 @@ def _trace(kernels: Kernels) -> list[Words]:
     same = found.hits.view(np.uint8).copy()
     kernels.recheck(table, found, same)
     answered = np.frombuffer(answers, np.uint8)
-    codes = np.concatenate([placed, removed, found.codes, found.tiers, same, answered])
+    codes = np.concatenate(
+        [placed, removed, found.codes, found.tiers, exact.codes, exact.tiers, same, answered]
+    )
     return [table.words, found.words, codes.astype(np.uint64), np.array(counts, np.uint64)]

@@ -113,15 +113,17 @@ class DirectoryView:
         namespace: int,
         shard: int,
         with_entries: bool = True,
+        is_exact: bool = False,
     ) -> Found:
         """The entries of keys, a list of 32 bytes each or an array of uint8, shape (n, 32).
 
-        Without `with_entries` only codes and tiers: 128 bytes a key less to write.
+        Without `with_entries` only codes and tiers: 128 bytes a key less to write. With `is_exact`
+        a copy that was rounded is a MISS.
         Raises KeyLengthError (see entry.key_words), LimitExceeded, ClientClosed, ForkedClient.
         """
         table = self._live()
         words = key_words(keys)
-        found = Found.room_for(len(words) // 4, with_entries=with_entries)
+        found = Found.room_for(len(words) // 4, with_entries=with_entries, is_exact=is_exact)
         name = name_word(namespace, shard)
         torn, doubts = self._kernels.probe(table, words, name, found)
         for _ in range(ROUNDS_MAX):
@@ -138,7 +140,13 @@ class DirectoryView:
         return found
 
     def answer(
-        self, keys: Sequence[bytes], *, namespace: int, shard: int, generation: int
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: int,
+        shard: int,
+        generation: int,
+        is_exact: bool = False,
     ) -> tuple[bytes, bytes] | None:
         """A lookup of up to ANSWER_KEYS_MAX keys and `namespace_is_current` in one: codes and
         tiers, or None where it is not, or a key is in doubt. Raises as `lookup`.
@@ -151,7 +159,9 @@ class DirectoryView:
         if not current:
             return None
         for _ in range(ROUNDS_MAX):
-            state, torn, answers = self._kernels.answer(self._live(), joined, name, current)
+            state, torn, answers = self._kernels.answer(
+                self._live(), joined, name, current, is_exact=is_exact
+            )
             if torn or state == IN_DOUBT:
                 with self._lock:
                     self._torn_reads += torn

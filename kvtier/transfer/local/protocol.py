@@ -62,21 +62,24 @@ ROUNDS_MAX: Final = 8
 class Found:
     """What a probe found, in memory of its own: `codes` (n) are HIT, MISS or DOUBT, `tiers` (n)
     core.page.Tier or 0, `places` (n) where the entries lay; `words` (16 n) are the entries, zeros
-    where there is none, or nothing if they were not asked for.
+    where there is none, or nothing if they were not asked for. With `is_exact` a copy that was
+    rounded is a MISS.
     """
 
     words: Words
     places: NDArray[np.int64]
     codes: NDArray[np.uint8]
     tiers: NDArray[np.uint8]
+    is_exact: bool = False
 
     @classmethod
-    def room_for(cls, count: int, *, with_entries: bool = True) -> Found:
+    def room_for(cls, count: int, *, with_entries: bool = True, is_exact: bool = False) -> Found:
         return cls(
             np.empty(count * ENTRY_WORDS if with_entries else 0, np.uint64),
             np.empty(count, np.int64),
             np.empty(count, np.uint8),
             np.empty(count, np.uint8),
+            is_exact,
         )
 
     @property
@@ -151,10 +154,11 @@ class Kernels(Protocol):
         """Fills `found` with what the keys have under a name word; (torn reads, DOUBTs)."""
 
     def answer(
-        self, table: MappedTable, keys: bytes, name: int, current: int
+        self, table: MappedTable, keys: bytes, name: int, current: int, *, is_exact: bool
     ) -> tuple[int, int, bytes]:
         """A whole lookup of up to ANSWER_KEYS_MAX keys, one after another, in the namespace with
-        the word `current`: (SETTLED or what else, torn reads, n codes and then n tiers).
+        the word `current`: (SETTLED or what else, torn reads, n codes and then n tiers); `is_exact`
+        as in Found.
         """
 
     def readable(

@@ -56,6 +56,7 @@ from kvtier.transfer.local.protocol import (
 __all__ = ["NumpyKernels", "fill"]
 
 _NAME = np.uint64(NAME_BITS)
+_LOSSY = np.uint64(1 << 56)
 _VECTOR_FROM = 8
 
 
@@ -76,23 +77,31 @@ class NumpyKernels:
             return 0, 0
         shifts = int(table.words[SHIFTS_WORD])
         search = _Search(table, wanted, np.uint64(name), found)
+        torn = self._searched(table, wanted, search, shifts)
+        if found.is_exact:
+            found.codes[search.lossy] = MISS
+        return torn, int(np.count_nonzero(found.codes == DOUBT))
+
+    def _searched(self, table: MappedTable, wanted: Words, search: _Search, shifts: int) -> int:
+        """Searches until nothing was moved meanwhile; the torn reads."""
+        found = search.found
         torn = search.run(np.arange(len(wanted)))
         for _ in range(ROUNDS_MAX):
             missed = np.flatnonzero(found.codes != HIT)
             now = int(table.words[SHIFTS_WORD])
             if not len(missed) or (now == shifts and now % 2 == 0):
-                return torn, int(np.count_nonzero(found.codes == DOUBT))
+                return torn
             shifts = now
-            found.places[missed] = _places(table, wanted[missed], np.uint64(name))
+            found.places[missed] = _places(table, wanted[missed], search.name)
             found.codes[missed] = MISS
             torn += search.run(missed)
         found.codes[found.codes == MISS] = DOUBT
-        return torn, int(np.count_nonzero(found.codes == DOUBT))
+        return torn
 
     def answer(
-        self, table: MappedTable, keys: bytes, name: int, current: int
+        self, table: MappedTable, keys: bytes, name: int, current: int, *, is_exact: bool
     ) -> tuple[int, int, bytes]:
-        found = Found.room_for(len(keys) // KEY_BYTES, with_entries=False)
+        found = Found.room_for(len(keys) // KEY_BYTES, with_entries=False, is_exact=is_exact)
         torn, doubts = self.probe(table, np.frombuffer(keys, np.uint64), name, found)
         state = IN_DOUBT if doubts else SETTLED
         if self.namespace(table, current >> 32) != current:
@@ -238,14 +247,16 @@ class _Search:
     def __init__(self, table: MappedTable, wanted: Words, name: np.uint64, found: Found) -> None:
         self._table = table
         self._wanted = wanted
-        self._name = name
-        self._found = found
+        self.name = name
+        self.found = found
+        #: Of which copies that were rounded were found.
+        self.lossy = np.zeros(len(wanted), np.bool_)
         self._rows = found.entries
         self._seed = int(table.shape[MIX_SEED])
 
     def run(self, looking: NDArray[np.int64]) -> int:
         """Looks for the keys with these numbers from `found.places` on; the torn reads."""
-        found, mask = self._found, self._table.header.entries - 1
+        found, mask = self.found, self._table.header.entries - 1
         torn = 0
         for _ in range(PROBES_MAX):
             if not len(looking):
@@ -258,7 +269,7 @@ class _Search:
 
     def _step(self, looking: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """One entry for each key: (keys that have to go on, torn reads)."""
-        found = self._found
+        found = self.found
         onward = []
         torn = 0
         for _ in range(READS_MAX):
@@ -267,11 +278,12 @@ class _Search:
             passed = (copies[:, 0] != self._wanted[looking, 0]) & (copies[:, 4] != EMPTY)
             whole = (mix_many(copies, self._seed) == mix) & ~passed
             hit = whole & (copies[:, :4] == self._wanted[looking]).all(axis=1)
-            hit &= copies[:, 4] & _NAME == self._name
+            hit &= copies[:, 4] & _NAME == self.name
             if len(self._rows):
                 self._rows[looking[hit]] = copies[hit]
             found.tiers[looking[hit]] = copies[hit, 4] >> np.uint64(48) & np.uint64(0xFF)
             found.codes[looking[hit]] = HIT
+            self.lossy[looking[hit]] = copies[hit, 7] & _LOSSY != 0
             end = (mix == EMPTY) & ~passed
             again = ~end & ~passed & ~whole
             onward.append(looking[~end & ~again & ~hit])

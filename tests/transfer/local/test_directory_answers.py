@@ -62,6 +62,28 @@ def test_an_answer_is_a_lookup(kernels, count):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("count", [1, 33, ANSWER_KEYS_MAX])
+def test_copies_that_were_rounded_are_misses_to_an_exact_lookup(kernels, count):
+    """Of every third page, both in a whole lookup and in a search; every fifth is not there."""
+    keys = keys_of(1, count)
+    rows = rows_of(keys, 1)
+    rows[::3, 7] |= np.uint64(1 << 56)
+    is_there = np.arange(count) % 5 != 4
+    exact = [HIT if there and place % 3 else MISS for place, there in enumerate(is_there)]
+    with directory(1000) as made, attached(made.fd, kernels) as seen:
+        made.set_namespace(NAMESPACE, 1)
+        made.put_many(rows[is_there])
+        some = as_bytes(keys)
+        for with_entries in (True, False):
+            found = seen.lookup(some, **WHERE, with_entries=with_entries, is_exact=True)
+            assert found.codes.tolist() == exact
+        codes, _ = seen.answer(some, **WHERE, generation=1, is_exact=True)
+        assert list(codes) == exact
+        codes, _ = seen.answer(some, **WHERE, generation=1)
+        assert [code == HIT for code in codes] == is_there.tolist()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_there_is_no_answer_for_a_namespace_that_is_not_current(kernels):
     keys = as_bytes(keys_of(1, 3))
     with directory() as made, attached(made.fd, kernels) as seen:
