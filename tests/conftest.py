@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # How long an example takes says something about the machine, not about the code.
 settings.register_profile("kvtier", deadline=None, print_blob=True)
 settings.load_profile("kvtier")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: a collection of garbage need not look through all of them again."""
+    gc.collect()
+    gc.freeze()
+
 
 REPO = Path(__file__).resolve().parent.parent
 
