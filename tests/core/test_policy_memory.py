@@ -92,6 +92,7 @@ def test_a_page_costs_few_bytes_and_no_objects(name: str) -> None:
     keys = [hashlib.sha256(n.to_bytes(4, "little")).digest() for n in range(3 * pages)]
     rows = [take_row(table, key) for key in keys[:pages]]
     # What was there before is not looked through again and again, now and later.
+    gc.collect()
     gc.freeze()
     objects = len(gc.get_objects())
     tracemalloc.start()
