@@ -13,6 +13,8 @@ OURS   := $(CODE) $(call python_in,tests benchmarks)
 ONE    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 # Most tests wait for processes and files: three at a time need hardly more than two cores.
 WORKERS ?= 3
+# No run takes so long: one that does hangs, and is ended as Ctrl-C ends it, else killed.
+TEST_S_MAX ?= 1800
 PROTOS := $(wildcard proto/kvtier/v1/*.proto)
 # A real SGLang, for tests of its binding: an environment of its own, as engines have.
 SGLANG := .sglang-env
@@ -38,9 +40,11 @@ demo: $(STAMP) ## one chat over four engines and two crashes, with a real daemon
 
 # Compiled code is kept even where the environment says not to: each worker, and each process that a
 # test starts, would compile everything anew. In the order of their names the last files are short,
-# so that no worker is left with a long one.
+# so that no worker is left with a long one. A worker that dies is not replaced but ends the run.
 test: lint ## lint, then every test but the long ones
-	@$(ONE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m 'not soak and not gpu' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(ONE) PYTHONDONTWRITEBYTECODE= timeout --foreground -s INT -k 30 $(TEST_S_MAX) \
+	$(BIN)/python -m pytest -q -m 'not soak and not gpu' -n $(WORKERS) \
+	--dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 sglang-env: $(SGLANG)/.installed ## a real SGLang without a GPU, in .sglang-env (some 3 GB)
 

@@ -21,7 +21,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.common import in_turn
 from benchmarks.plan import Measured, Plan, finish, parser_of, progress
@@ -166,6 +165,8 @@ def transformers_rate(model: Any, work: Work) -> float:
 
 
 def rows(plan: Plan) -> Iterator[Measured]:
+    from transformers import AutoModelForCausalLM
+
     place = ensure_model().directory
     for name, dtype in DTYPES.items():
         if not plan.wants_some(f"decode/{name}"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +20,25 @@ __all__ = ["leak_audit"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what runs in its background: tests of Ctrl-C need what a terminal gives.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # How long an example takes says something about the machine, not about the code.
 settings.register_profile("kvtier", deadline=None, print_blob=True)
 settings.load_profile("kvtier")
+
+
+# Modules and tests stay: no search for garbage looks through them, now or later.
+def pytest_collectstart() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
 
 REPO = Path(__file__).resolve().parent.parent
 

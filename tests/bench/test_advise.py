@@ -113,7 +113,9 @@ def test_what_cannot_be_reached_has_no_choice_and_names_the_best():
     assert 0 < found.best.hit_ratio < 0.99
 
 
-@pytest.mark.parametrize("near", [1, 20, 60, 10_000])
+@pytest.mark.parametrize(
+    "near", [1, 10_000, *(pytest.param(n, marks=pytest.mark.soak) for n in (20, 60))]
+)
 def test_a_guess_changes_how_many_replays_not_the_answer(near):
     trace = build(conversations(1, requests=80))
     plain = advise(wish(trace), measured(trace))
@@ -123,8 +125,13 @@ def test_a_guess_changes_how_many_replays_not_the_answer(near):
         assert two.hit_ratio >= 0.6
 
 
-@pytest.mark.parametrize("target", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    ("seed", "target"),
+    [
+        *((1, 0.3), (2, 0.6), (1, 0.9)),
+        *(pytest.param(*more, marks=pytest.mark.soak) for more in ((2, 0.3), (1, 0.6), (2, 0.9))),
+    ],
+)
 def test_the_smallest_lru_of_one_pass(seed, target):
     pytest.importorskip("numba", reason="numba is in the extra [fast]")
     trace = build(conversations(seed, requests=80))

@@ -143,6 +143,7 @@ def forked(work: Callable[[], Counter]) -> tuple[int, int]:
 
 
 def main(url: str, daemon_pid: int, seconds: float, seed: int) -> None:
+    kvtier.warm_up()  # once, not in each of them
     children = []
     for number in range(WRITERS + READERS):
         role, rng = (write if number < WRITERS else read), random.Random(seed * 100 + number)

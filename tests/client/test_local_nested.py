@@ -27,6 +27,10 @@ from tests.signals import interrupted
 HANG_S = 50
 METRICS = "daemon.metrics_listen=127.0.0.1:0"
 MODULES = re.compile(r"/kvtier/(client|transfer/local|packing)/")
+QUICK = {
+    *(("lookup", "get"), ("get", "lookup"), ("get", "put")),
+    *(("put", "put"), ("put", "flush"), ("left", "left")),
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +93,15 @@ def watched():
         watcher.join()
 
 
-@pytest.mark.parametrize("inner", ["lookup", "get", "put", "left", "flush"])
-@pytest.mark.parametrize("outer", ["lookup", "get", "put", "left"])
+#: Outer and inner call: each of them, and those with the same locks. `make soak` has the others.
+NESTED = [
+    pytest.param(outer, inner, marks=[] if (outer, inner) in QUICK else pytest.mark.soak)
+    for outer in ("lookup", "get", "put", "left")
+    for inner in ("lookup", "get", "put", "left", "flush")
+]
+
+
+@pytest.mark.parametrize(("outer", "inner"), NESTED)
 def test_a_call_at_every_place_of_a_call(shared, outer, inner):
     """As a finalizer or the handler of a signal makes it, with any lock of the call held: once from
     every line of the client that calls something."""
@@ -175,10 +186,11 @@ class Turncoat:
     __int__ = __index__
 
 
-@pytest.fixture(params=["local", "grpc"])
+@pytest.fixture(scope="module", params=["local", "grpc"])
 def either(request, shared):
-    """By shared memory, and over gRPC."""
+    """By shared memory, and over gRPC. One connection, for wrong arguments leave nothing behind."""
     with opened(shared, tenant="arguments") as (kv, ns):
+        Calls(kv, ns).get()  # what a connection opens at its first calls is no test's
         if request.param == "local":
             yield kv, ns
         else:

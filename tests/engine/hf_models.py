@@ -1,4 +1,6 @@
-"""Tiny random models of transformers, saved as Hugging Face directories."""
+"""Tiny random models of transformers, saved as Hugging Face directories. transformers is loaded by
+the first of them, not by whoever collects the tests.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 from tests.engine.engine_rig import save_tokenizer
 
@@ -39,22 +33,28 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**SIZES),
-    "llama-biased-tied": LlamaConfig(
-        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+#: Kind -> its class in transformers, and what it has beside SIZES.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-biased-tied": (
+        "LlamaConfig",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
-    "llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen3": Qwen3Config(**SIZES),
-    "mistral": MistralConfig(**SIZES),
+    "llama3-rope": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {}),
 }
 
 
 def save_model(kind: str, place: Path) -> Any:
     """Writes the directory; the model that is in it, in float32. The same at every call."""
+    import transformers
+
+    name, more = CONFIGS[kind]
+    config = getattr(transformers, name)(**SIZES, **more)
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind]).float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     for name, parameter in model.named_parameters():
         # Freshly made biases are zero and norms one: both would hide that they are not applied.
         if name.endswith("bias") or "norm" in name:

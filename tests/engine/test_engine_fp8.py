@@ -43,6 +43,12 @@ DTYPES = [
     pytest.param(torch.float32, id="fp32"),
     pytest.param(torch.bfloat16, id="bf16"),
 ]
+DTYPES_AND_CACHES = [
+    pytest.param(torch.float32, PLAIN, id="fp32-plain"),
+    pytest.param(torch.bfloat16, FP8, id="bf16-fp8"),
+    pytest.param(torch.bfloat16, PLAIN, id="bf16-plain", marks=pytest.mark.soak),
+    pytest.param(torch.float32, FP8, id="fp32-fp8", marks=pytest.mark.soak),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,8 +114,7 @@ def test_a_pool_of_the_same_bytes_has_room_for_nearly_twice_the_tokens(
     assert len(done.tokens) == 2
 
 
-@pytest.mark.parametrize("cache", [FP8, PLAIN], ids=["fp8", "plain"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "cache"), DTYPES_AND_CACHES)
 def test_a_hit_from_every_tier_gives_the_cold_text_and_bytes(
     models: dict[torch.dtype, LoadedModel],
     tmp_path: Path,

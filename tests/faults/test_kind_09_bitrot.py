@@ -102,7 +102,10 @@ def test_under_a_killed_daemon(daemon, connect):
     assert PAGES.get(ns, range(COUNT)) == [HIT] * COUNT
 
 
-@pytest.mark.parametrize("is_running", [False, True], ids=["stopped", "running"])
+@pytest.mark.parametrize(
+    "is_running",
+    [pytest.param(False, id="stopped", marks=pytest.mark.soak), pytest.param(True, id="running")],
+)
 def test_where_nothing_is_scanned(daemon, connect, is_running):
     """Readers find what they read, Verify the rest of it, nobody anything twice."""
     daemon.start()
@@ -184,7 +187,8 @@ def test_unused_bits_do_nothing(daemon, connect):
         assert kv.status().counters["condemned"] == 0
 
 
-def test_bits_of_state_files(daemon, connect):
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_bits_of_state_files(daemon, connect, count):
     """Of a checkpoint: the one before it is used. Of a journal's frames: one frame is lost."""
     daemon.start()
     kv, ns = opened(connect, daemon)
@@ -203,7 +207,7 @@ def test_bits_of_state_files(daemon, connect):
     right = [MISS] * 50 + [HIT] * COUNT + [MISS] * 10
 
     checkpoint = daemon.directory / "checkpoint"
-    for _ in range(3):
+    for _ in range(count):
         flip_bit(checkpoint, rng.randrange(checkpoint.stat().st_size), rng.randrange(8))
         daemon.start()
         kv, ns = opened(connect, daemon)
@@ -216,7 +220,7 @@ def test_bits_of_state_files(daemon, connect):
     journal = max(journal_paths(daemon.directory).values())
     data = journal.read_bytes()
     frames = [at for at in range(64, len(data), 64) if data[at : at + 8] == b"\x89KVTFRM\n"]
-    for _ in range(3):
+    for _ in range(count):
         frame = rng.choice(frames[1:-1])
         length = int.from_bytes(data[frame + 8 : frame + 12], "little")
         flip_bit(journal, frame + rng.randrange(32 + length), rng.randrange(8))

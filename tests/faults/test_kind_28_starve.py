@@ -64,7 +64,9 @@ async def replay(daemon, ns, trace, *, step=4):
     return hits
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    "pool", [0.25, 2.0, *(pytest.param(pool, marks=pytest.mark.soak) for pool in (0.5, 1.0))]
+)
 @on_loop
 async def test_write_through_finds_everything_again(base, pool):
     """Four times the GPU's pool, twice: however small host memory is, pass 2 finds pass 1."""
@@ -79,7 +81,7 @@ async def test_write_through_finds_everything_again(base, pool):
         await daemon.settled()
 
 
-@pytest.mark.parametrize("pool", [0.5, 1.0])
+@pytest.mark.parametrize("pool", [0.5, pytest.param(1.0, marks=pytest.mark.soak)])
 @on_loop
 async def test_a_tier_too_small_for_all_is_no_worse_than_lru(base, pool):
     """A trace with favourites over an NVMe tier of about half of it."""

@@ -123,7 +123,7 @@ async def check_flat(process, calls):
 
 @on_loop
 async def test_no_outcome_keeps_a_descriptor(daemon):
-    await check_flat(daemon, 150)
+    await check_flat(daemon, 60)
 
 
 @pytest.mark.soak

@@ -1,6 +1,7 @@
 """One rank of a server, as far as storage knows it: a host pool and a PageStore in a process.
 
-Started with the daemon's URL, the rank and whether attention is latent. Each line of its input is
+Forked from a process that has loaded the code, with the daemon's URL, the rank and whether
+attention is latent, and with an input and an output of its own. Each line of its input is
 a request, each line of its output the answer. The pool's content depends on the rank alone where
 ranks hold different heads, and on nothing where all hold the same.
 """
@@ -8,6 +9,9 @@ ranks hold different heads, and on nothing where all hold the same.
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import sys
 
 import torch
@@ -51,5 +55,24 @@ def main(url: str, rank: int, *, is_latent: bool) -> None:
             say(answer)
 
 
+def serve_forks(channel: socket.socket) -> None:
+    """A rank for each message, until the other end is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        message, fds, _, _ = socket.recv_fds(channel, 1 << 12, 2)
+        if not message:
+            return
+        if os.fork() == 0:
+            channel.close()
+            for number, fd in enumerate(fds):
+                os.dup2(fd, number)
+                os.close(fd)
+            url, rank, attention = json.loads(message)
+            main(url, rank, is_latent=attention == "latent")
+            os._exit(0)
+        for fd in fds:
+            os.close(fd)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), is_latent=sys.argv[3] == "latent")
+    serve_forks(socket.socket(fileno=int(sys.argv[1])))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -20,43 +23,62 @@ _ANSWER_S = 60.0
 
 
 class Rank:
-    """A rank_process. Close it."""
+    """A rank of rank_process. Close it."""
 
-    def __init__(self, url: str, rank: int, attention: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "rank_process.py"), url, str(rank), attention],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        )
+    def __init__(self, parent: socket.socket, url: str, rank: int, attention: str) -> None:
+        asked, self._asking = os.pipe()
+        self._answers, answering = os.pipe()
+        socket.send_fds(parent, [json.dumps([url, rank, attention]).encode()], [asked, answering])
+        os.close(asked)
+        os.close(answering)
 
     def ask(self, what: str, prompt: int = 0):
         self.send(what, prompt)
         return self.answer()
 
     def send(self, what: str, prompt: int = 0) -> None:
-        self._process.stdin.write(json.dumps([what, prompt]).encode() + b"\n")
-        self._process.stdin.flush()
+        os.write(self._asking, json.dumps([what, prompt]).encode() + b"\n")
 
     def answer(self):
-        ready, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
-        line = self._process.stdout.readline() if ready else b""
-        assert line, "the rank does not answer"
+        line = b""
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([self._answers], [], [], _ANSWER_S)
+            more = os.read(self._answers, 1 << 16) if ready else b""
+            assert more, "the rank does not answer"
+            line += more
         return json.loads(line)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait(10)
-        self._process.stdin.close()
-        self._process.stdout.close()
+        """It ends when it is asked nothing more; one that hangs is killed with its parent."""
+        os.close(self._asking)
+        select.select([self._answers], [], [], _ANSWER_S)
+        os.close(self._answers)
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[socket.socket]:
+    """Where ranks are forked: a process that has loaded their code."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "rank_process.py"), str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        yield ours
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
 
 
 @pytest.fixture
-def make_ranks(daemon):
+def make_ranks(parent):
     with ExitStack() as stack:
 
-        def make(attention: str) -> list[Rank]:
-            ranks = [Rank(daemon.url, number, attention) for number in range(2)]
+        def make(daemon, attention: str) -> list[Rank]:
+            ranks = [Rank(parent, daemon.url, number, attention) for number in range(2)]
             for rank in ranks:
                 stack.callback(rank.close)
             assert [rank.answer() for rank in ranks] == ["ready"] * 2
@@ -71,7 +93,7 @@ def pages_sealed(daemon):
 
 
 def test_latent_pages_are_stored_once_and_read_by_all(daemon, make_ranks):
-    ranks = make_ranks("latent")
+    ranks = make_ranks(daemon, "latent")
     assert ranks[0].ask("set") == [True] * PAGES
     assert pages_sealed(daemon) == PAGES
     assert [rank.ask("exists") for rank in ranks] == [PAGES] * 2
@@ -82,7 +104,7 @@ def test_latent_pages_are_stored_once_and_read_by_all(daemon, make_ranks):
 
 def test_a_page_without_its_sibling_is_a_miss_for_all(daemon, make_ranks):
     """Each rank reads what it has written, and a page only counts while all have their part."""
-    ranks = make_ranks("heads")
+    ranks = make_ranks(daemon, "heads")
     assert ranks[0].ask("set") == [True] * PAGES
     assert [rank.ask("exists") for rank in ranks] == [0, 0]
     assert ranks[1].ask("set") == [True] * PAGES
@@ -95,13 +117,10 @@ def test_a_page_without_its_sibling_is_a_miss_for_all(daemon, make_ranks):
     assert ranks[1].ask("get") == [True] * 5 + [False] * (PAGES - 5)
 
 
-def test_under_pressure_ranks_have_the_same_pages(forker):
+def test_under_pressure_ranks_have_the_same_pages(forker, make_ranks):
     """Far more than the arena holds, from both at once: what is left of a prompt is the same."""
-    with daemon_of_its_own(forker, "host.bytes=4MiB") as small, ExitStack() as stack:
-        ranks = [Rank(small.url, number, "heads") for number in range(2)]
-        for rank in ranks:
-            stack.callback(rank.close)
-        assert [rank.answer() for rank in ranks] == ["ready"] * 2
+    with daemon_of_its_own(forker, "host.bytes=4MiB") as small:
+        ranks = make_ranks(small, "heads")
         prompts = range(30)
         for prompt in prompts:
             for rank in ranks:

@@ -1,32 +1,41 @@
 """Attention over pages with torch's variable-length kernel, which reads them where they lie. CUDA.
 
 Keys are not split across blocks (`num_splits=1`), so a sequence's result does not depend on who
-shares its batch.
+shares its batch. Importing the kernel loads torch's compiler, which takes seconds: only a pool that
+needs it pays for that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 from kvtier_engine.attention.base import Batch
 
 __all__ = ["VarlenAttention"]
+
+_Kernel: TypeAlias = Callable[..., Any]
 
 
 class VarlenAttention:
     """Over `kv` (pages, 2, layers, page_tokens, kv_heads, dim) in bfloat16 or float16."""
 
     def __init__(self, kv: torch.Tensor) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
         self._kv = kv
+        self._kernel: _Kernel = varlen_attn
 
     def prepare(self, batch: Batch) -> _VarlenPass:
-        return _VarlenPass(self._kv, batch)
+        return _VarlenPass(self._kv, batch, self._kernel)
 
 
 class _VarlenPass:
-    def __init__(self, kv: torch.Tensor, batch: Batch) -> None:
+    def __init__(self, kv: torch.Tensor, batch: Batch, kernel: _Kernel) -> None:
         self._kv = kv
+        self._kernel = kernel
         self._batch = batch
         rows = batch.sequences * batch.rows_each
         self._query_starts = torch.arange(
@@ -43,7 +52,7 @@ class _VarlenPass:
         keys, values = self._kv[:, 0, layer], self._kv[:, 1, layer]
         keys[batch.pages, batch.offsets] = key
         values[batch.pages, batch.offsets] = value
-        out = varlen_attn(
+        out = self._kernel(
             query,
             keys,
             values,
