@@ -340,6 +340,12 @@ class Residents:
             self.queue(Tier(tier), record).touch(rows[together])
             rows = rows[~together]
 
+    def lead(self, row: int) -> None:
+        """A page is about to come after this one, which is in use so."""
+        table = self.table
+        table.uses[row] = min(table.uses[row], 254) + 1
+        self._queue_of(row).lead(row)
+
     def _replace(self, old: int, new: int) -> None:
         """Retires `old`, a copy of the same page in the same tier; `new` takes over its
         children."""

@@ -366,7 +366,7 @@ class Store:
         """A page that goes on is in use: it must not be what gives way for the page after it."""
         row = self._index.find(namespace, shard, parent) if parent else NO_ROW
         if row != NO_ROW:
-            self._residents.touch(np.array([row]))
+            self._residents.lead(row)
 
     def _ref(self, row: int) -> PageRef:
         table = self._table
