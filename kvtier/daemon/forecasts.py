@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+import time
 from pathlib import Path
 from typing import Final
 
@@ -104,7 +105,8 @@ class ForecastFile:
         return self._policy.value in FORECASTING
 
     def load(self) -> str:
-        """Takes up what an earlier boot has learned; "", or why that is not so."""
+        """Takes up what an earlier boot has learned; "", or why that is not so. Tells the time."""
+        self._store.forecasts.tell_time(time.monotonic())
         if not self.is_on:
             return ""
         try:

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import signal
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -181,7 +180,6 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
         },
         listing=local.listing if local is not None else None,
     )
-    store.forecasts.tell_time(time.monotonic())
     forecasts = ForecastFile(directory.path, store, config.host.policy)
     ignored = forecasts.load()
     node = Node(
