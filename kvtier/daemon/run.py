@@ -180,8 +180,6 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
         },
         listing=local.listing if local is not None else None,
     )
-    forecasts = ForecastFile(directory.path, store, config.host.policy)
-    ignored = forecasts.load()
     node = Node(
         Parts(
             config=config,
@@ -191,10 +189,11 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
             store=store,
             nvme=nvme,
             local=local,
-            forecasts=forecasts,
+            forecasts=ForecastFile(directory.path, store, config.host.policy),
         )
     )
-    for what in (not_tuned, ignored, f"host tier: {grant.reason}" if grant.is_reduced else ""):
+    reduced = f"host tier: {grant.reason}" if grant.is_reduced else ""
+    for what in (not_tuned, node.forecasts.load(), reduced):
         if what:
             node.warn(what)
     _warn_of_nvme(node, unusable)
