@@ -68,7 +68,7 @@ def test_get_and_put_take_the_same_words():
 def test_asyncio_says_it_too(daemon, layout, make_pages):
     async def main():
         async with kvtier.aio.connect(daemon.url, deadline=5.0) as kv:
-            ns = kv.namespace(layout)
+            ns = await kv.namespace(layout)
             await ns.put(ns.keys(range(4)), make_pages(1), session_end=True)
 
     asyncio.run(main())
