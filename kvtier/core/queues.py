@@ -29,7 +29,8 @@ class Queues:
 
     def of(self, tier: int, record_bytes: int) -> Policy:
         """That of one size class of one tier."""
-        return self._queues.get((tier, record_bytes)) or self._make(TIERS[tier], record_bytes)
+        queue = self._queues.get((tier, record_bytes))  # one without pages may be false
+        return self._make(TIERS[tier], record_bytes) if queue is None else queue
 
     def forecasting(self) -> dict[tuple[Tier, int], Forecasting]:
         """Those that learn."""

@@ -82,6 +82,7 @@ def test_what_was_learned_is_there_after_a_restart(
     put(store, 1, None)
     ((_, model),) = store.forecasts.take().items()
     assert model[: -4 * 8] == next(iter(learned.values()))[: -4 * 8], "its queue has it now"
+    assert model[: -4 * 8] != policy.Gittins(CopyTable(1), Clock()).learned()[: -4 * 8]
 
 
 def _other_version(path: Path) -> None:
