@@ -142,3 +142,13 @@ def test_without_numba_the_policy_names_the_remedy(monkeypatch: pytest.MonkeyPat
         host_policy(GITTINS)
     assert "kvtier[fast]" in caught.value.remedy
     assert host_policy(HostPolicyName.ARC).__name__ == "Arc"
+
+
+def test_a_queue_without_pages_keeps_what_it_has_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(1, tmp_path, monkeypatch)._store
+    store.delete(NS, 0, keys(range(700)))
+    put(store, 5000, None)
+    (model,) = store.forecasts.take().values()
+    assert model[: -4 * 8] != policy.Gittins(CopyTable(1), Clock()).learned()[: -4 * 8]
