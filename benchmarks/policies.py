@@ -2,6 +2,7 @@
 
     python -m benchmarks.policies mooncake_conversation.jsonl.gz --sizes 1Mtok,3Mtok
     python -m benchmarks.policies claude_code_v6.jsonl.gz --sizes 1Mtok --seed 2 --hours 24
+    python -m benchmarks.policies claude_code_v6.jsonl.gz --sizes 1Mtok --hints both
     python -m benchmarks.policies made:flip --sizes 0.3Mtok,0.7Mtok
 
 Sizes are tokens of one tier; made:NAME is one of benchmarks/hard_traces.py, and other traces are
@@ -25,6 +26,7 @@ from kvtier.bench.capacity import Sizes, parse_amount
 from kvtier.bench.figures import ratios
 from kvtier.bench.formats import ReadOptions, read_trace
 from kvtier.bench.replay import ReplayPlan, SimTier, replay
+from kvtier.bench.returns import Hints
 from kvtier.bench.trace import Trace
 
 _MADE = "made:"
@@ -39,6 +41,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hours", type=float, default=8.0)
     parser.add_argument("--block-tokens", type=int)
+    parser.add_argument("--hints", choices=tuple(Hints), default=Hints.NONE)
     arguments = parser.parse_args()
     trace = _read(arguments)
     names = arguments.policies.split(",")
@@ -55,7 +58,7 @@ def main() -> int:
     for size in arguments.sizes.split(","):
         slots = parse_amount(size, sizes)
         for name in names:
-            hit, seconds = _play(trace, name, slots)
+            hit, seconds = _play(trace, name, slots, Hints(arguments.hints))
             print(f"{size:>8} {name:>16} {hit:7.2f} {1e6 * seconds / trace.references:10.2f}")
         hit = 100 * ratios(trace, optimum.hits(slots)).cold
         print(f"{size:>8} {'optimum':>16} {hit:7.2f}", flush=True)
@@ -70,10 +73,10 @@ def _read(arguments: argparse.Namespace) -> Trace:
     return read_trace(Path(os.environ.get("KVTIER_TRACES", "")) / arguments.trace, options)
 
 
-def _play(trace: Trace, policy: str, slots: int) -> tuple[float, float]:
+def _play(trace: Trace, policy: str, slots: int, hints: Hints = Hints.NONE) -> tuple[float, float]:
     """(hit ratio in percent, seconds of the process)."""
     begin = time.process_time()
-    done = replay(trace, ReplayPlan(slots={SimTier.HOST: slots}, policy=policy))
+    done = replay(trace, ReplayPlan(slots={SimTier.HOST: slots}, policy=policy, hints=hints))
     return 100 * ratios(trace, done.prefix).cold, time.process_time() - begin
 
 

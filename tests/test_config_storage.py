@@ -12,6 +12,7 @@ from kvtier.config import (
     CodecName,
     Config,
     DirectIo,
+    HostPolicyName,
     NvmeConfig,
     PolicyName,
     ScrubConfig,
@@ -54,7 +55,7 @@ interval_s = 0
 bytes_per_second = "64KiB"
 """
     parsed = from_file(tmp_path, text).config
-    assert parsed.host.policy is PolicyName.S3_FIFO
+    assert parsed.host.policy is HostPolicyName.S3_FIFO
     assert parsed.nvme == NvmeConfig(
         paths=(Path("/mnt/b"), Path("/mnt/a")),
         bytes=2 << 40,
@@ -77,7 +78,8 @@ bytes_per_second = "64KiB"
 
 def test_without_paths_there_is_no_nvme_tier():
     assert Config().nvme.paths == ()
-    assert Config().nvme.policy is Config().host.policy is PolicyName.LRU
+    assert Config().nvme.policy is PolicyName.LRU
+    assert Config().host.policy is HostPolicyName.LRU
 
 
 def test_every_name_can_be_imported_from_one_module():

@@ -4,8 +4,8 @@ For each choice of tiers the smallest size of a tier is found by halving, from t
 the slowest, as if its hits never fell when it grows (with LRU in one tier that is so; otherwise it
 comes close, and what is found may not be the smallest). Sizes of upper tiers above their smallest
 are tried too as long as they alone cost less than the best so far: each half as large again as the
-one before, then between the neighbours of the best, so that a better one elsewhere may be missed.
-Every size that is named was replayed. One thread.
+one before, then between those wherever one per cent can be saved, if lower tiers need no more
+beside a larger upper one. Every size that is named was replayed. One thread.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-import numpy as np
-
 from kvtier.bench.prices import memory_cost
 from kvtier.bench.replay import SimTier
 
@@ -27,8 +25,8 @@ __all__ = ["Advice", "Choice", "Search", "Wish", "advise"]
 _NEAR: Final = 1.02
 #: How much larger the next size of an upper tier is that is tried.
 _STEP: Final = 1.5
-#: In how many parts the way to a neighbour of the best is divided.
-_PARTS: Final = 3
+#: What could be cheaper by a smaller factor is not looked for.
+_CLOSE: Final = 1.01
 _ROUNDING: Final = 1e-12
 
 Slots = dict[SimTier, int]
@@ -85,7 +83,7 @@ def advise(wish: Wish, measure: Measure) -> Advice:
     search = Search(wish, measure)
     found: list[Choice] = []
     for tiers in _tier_sets(wish):
-        choice = search.cheapest(tiers, {}, math.inf)
+        choice = search.cheapest(tiers, {})
         if choice is not None:
             found.append(choice)
     found.sort(key=lambda choice: choice.cost)
@@ -114,27 +112,26 @@ class Search:
     def replays(self) -> int:
         return len(self._known)
 
-    def cheapest(self, tiers: tuple[SimTier, ...], above: Slots, limit: float) -> Choice | None:
-        """The cheapest sizes of `tiers` below these that reach all targets, at less than `limit`;
-        None: there are none."""
+    def cheapest(self, tiers: tuple[SimTier, ...], above: Slots) -> Choice | None:
+        """The cheapest sizes of `tiers` below these that reach all targets; None: there are
+        none."""
         tier, rest = tiers[0], tiers[1:]
         size = self._smallest(tier, above, is_last=not rest)
         if size is None:
             return None
         if not rest:
-            choice = self._at({**above, tier: size})
-            return choice if choice.cost < limit else None
-        tried: list[int] = []
-        found: Choice | None = None
+            return self._at({**above, tier: size})
+        limit = math.inf
+        found: dict[int, Choice | None] = {}
         for upper in self._sizes(tier, size):
-            tried.append(upper)
             slots = {**above, tier: upper}
+            found[upper] = below = self.cheapest(rest, slots)
+            if below is not None:
+                limit = min(limit, below.cost)
             if self._wish.cost(slots) >= limit:
                 break
-            below = self.cheapest(rest, slots, limit)
-            if below is not None:
-                found, limit = below, below.cost
-        return None if found is None else self._refined(tiers, above, found, tried)
+        self._refine(tiers, above, found)
+        return min((one for one in found.values() if one), key=lambda one: one.cost, default=None)
 
     def _sizes(self, tier: SimTier, size: int) -> Iterator[int]:
         """Those of an upper tier to try."""
@@ -145,23 +142,26 @@ class Search:
             size = min(self._wish.most[tier], max(size + 1, int(size * _STEP)))
             yield size
 
-    def _refined(
-        self, tiers: tuple[SimTier, ...], above: Slots, found: Choice, tried: list[int]
-    ) -> Choice:
-        """The best with a size of the first of `tiers` between the neighbours of the one found
-        among those tried: parts of the way to each are tried, then parts of what is left."""
+    def _refine(
+        self, tiers: tuple[SimTier, ...], above: Slots, found: dict[int, Choice | None]
+    ) -> None:
+        """Tries sizes of the first of `tiers` between those tried, wherever a cheaper choice can
+        be: one between two sizes costs at least the smaller one, with what the tiers below need
+        beside the larger one."""
         tier, rest = tiers[0], tiers[1:]
         while True:
-            best = found.slots[tier]
-            at = tried.index(best)
-            between = _between(tried[max(0, at - 1) : at + 2])
-            if not between:
-                return found
-            for upper in between:
-                slots = {**above, tier: upper}
-                if self._wish.cost(slots) < found.cost:
-                    found = self.cheapest(rest, slots, found.cost) or found
-            tried = sorted({*tried, *between})
+            costs = [one.cost for one in found.values() if one is not None]
+            gaps = []
+            for low, high in pairwise(sorted(found)):
+                above_it = found[high]
+                if above_it is not None and high > max(low + 1, int(low * _NEAR)):
+                    least = self._wish.cost({**above_it.slots, tier: low + 1})
+                    gaps.append((least, low, high))
+            if not gaps or min(gaps)[0] >= min(costs) / _CLOSE:
+                return
+            _, low, high = min(gaps)
+            middle = min(high - 1, max(low + 1, round(math.sqrt(max(1, low) * high))))
+            found[middle] = self.cheapest(rest, {**above, tier: middle})
 
     def _smallest(self, tier: SimTier, above: Slots, *, is_last: bool) -> int | None:
         """The smallest size of a tier that reaches its targets; None: the largest does not."""
@@ -220,16 +220,6 @@ class Search:
             if self.best is None or found.hit_ratio > self.best.hit_ratio:
                 self.best = found
         return found
-
-
-def _between(sizes: list[int]) -> list[int]:
-    """Sizes in equal steps of ratio from each of these to the next, but for those that are near."""
-    found = []
-    for low, high in pairwise(sizes):
-        if high > max(low + 1, int(low * _NEAR)):
-            steps = np.geomspace(max(1, low), high, _PARTS + 1)[1:-1]
-            found += sorted({round(size) for size in steps.tolist()} - {low, high})
-    return found
 
 
 def _order(tier: SimTier) -> int:

@@ -111,6 +111,12 @@ class Cache:
         if self._hearing is not None:
             self._hearing.request(now, path.astype(np.uint64), whole=whole, output=output)
 
+    def hint(self, block: int, returns_after_s: float) -> None:
+        """The session of the request that ended with this block comes back so late; negative:
+        never."""
+        if self._hearing is not None:
+            self._hearing.hint_word(np.uint64(block), returns_after_s)
+
     def touch(self, path: Ints) -> None:
         """A request has used these blocks, which are here, from head to tail."""
         rows = self._row_np[path].astype(np.int64)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvtier.bench.cache import Cache
 from kvtier.bench.caches import make_cache
+from kvtier.bench.returns import UNSAID, Hints, returns
 from kvtier.bench.trace import Paths, Trace
 
 __all__ = ["Replay", "ReplayPlan", "SimTier", "Traffic", "WritePolicy", "replay"]
@@ -46,12 +47,14 @@ class WritePolicy(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPlan:
     """`slots`: blocks of each tier that there is. `told`: the daemon hears of the pages that an
-    engine found in its own cache, so that they stay young in the tiers below too."""
+    engine found in its own cache, so that they stay young in the tiers below too. `hints`: what is
+    said of a session's return, to policies that heed it."""
 
     slots: dict[SimTier, int]
     policy: str = "lru"
     write: WritePolicy = WritePolicy.THROUGH
     told: bool = True
+    hints: Hints = Hints.NONE
 
 
 @dataclass(slots=True)
@@ -83,10 +86,13 @@ def replay(trace: Trace, plan: ReplayPlan, progress: Callable[[int], None] | Non
     stack = Stack(trace, plan)
     hits = {tier: np.zeros(trace.requests, np.int32) for tier in plan.slots}
     columns = [hits[tier] for tier in plan.slots]
+    said = returns(trace, plan.hints).tolist()
     for request, path in enumerate(Paths(trace)):
         stack.begin(trace, request, path)
         for column, count in zip(columns, stack.serve(path), strict=True):
             column[request] = count
+        if said[request] != UNSAID and len(path):
+            stack.hint(path, said[request])
         if progress is not None and not request % 64:
             progress(request)
     return Replay(plan=plan, hits=hits, traffic=stack.traffic())
@@ -123,6 +129,11 @@ class Stack:
                 whole=min(len(path), int(trace.input_tokens[request]) // trace.block_tokens),
                 output=int(trace.output_tokens[request]),
             )
+
+    def hint(self, path: Ints, returns_after_s: float) -> None:
+        """What is said after the request of this path."""
+        for cache in self._hearing:
+            cache.hint(int(path[-1]), returns_after_s)
 
     def serve(self, path: Ints) -> list[int]:
         """One request: blocks found in each tier, in the order of the plan."""

@@ -187,6 +187,12 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         help="host and nvme do not hear of the pages that the engine found in its own cache",
     )
     group.add_argument(
+        "--hints",
+        choices=("none", "end", "return", "both"),
+        help="what engines say of a session, as the trace shows it, to gittins: its end, when it "
+        "returns, both (default: none)",
+    )
+    group.add_argument(
         "--ttl",
         metavar="S,S",
         help="the ceiling of a cache that forgets what was not used for so many seconds, beside",

@@ -15,6 +15,7 @@ from kvtier.bench.plot import draw
 from kvtier.bench.prices import TokenPrices
 from kvtier.bench.replay import Replay, ReplayPlan, SimTier, WritePolicy, replay
 from kvtier.bench.report import csv_text, document
+from kvtier.bench.returns import Hints
 from kvtier.bench.routing import Fleet, route
 from kvtier.bench.routing_report import routed
 from kvtier.bench.textbook import TEXTBOOK, textbook_replay
@@ -45,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         "token_bytes": options.token_bytes,
         "engine_hits_told": not arguments.untold,
         "one_pass": arguments.one_pass,
+        "hints": arguments.hints or Hints.NONE,
         "token_prices": None if options.prices is None else asdict(options.prices),
     }
     if arguments.replicas is not None:
@@ -68,7 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
         _print(arguments, report, routing_lines(report))
         return 0
     plans = [
-        ReplayPlan(slots=slots, policy=policy, write=write, told=not arguments.untold)
+        ReplayPlan(
+            slots=slots,
+            policy=policy,
+            write=write,
+            told=not arguments.untold,
+            hints=Hints(arguments.hints or Hints.NONE),
+        )
         for slots in chosen
         for write in (options.writes if slots.keys() >= _WRITES else [WritePolicy.BACK])
         for policy in options.policies

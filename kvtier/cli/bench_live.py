@@ -34,6 +34,7 @@ _REPLAYS_ONLY: Final = (
     "csv",
     "plot",
     "ttl",
+    "hints",
     "price_cached",
     "price_uncached",
     "router",

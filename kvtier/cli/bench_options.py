@@ -89,6 +89,8 @@ def check_tiers(
 ) -> None:
     """Raises BenchInput for options that do not go with these tiers."""
     if arguments.replicas is not None:
+        if arguments.hints:
+            raise BenchInput("--replicas tells no --hints", remedy="leave out one of them")
         if any(set(slots) != {SimTier.GPU} for slots in chosen):
             raise BenchInput(
                 "with --replicas each has a tier gpu alone",
@@ -112,6 +114,8 @@ def check_tiers(
         raise BenchInput(
             "--write is about nvme below host", remedy="give --tiers host=SIZE,nvme=SIZE"
         )
+    if arguments.hints and not any(name in FORECASTING for name in options.policies):
+        raise BenchInput("--hints are heard by gittins alone", remedy="give --policy gittins")
     if arguments.untold and not any(SimTier.GPU in slots and len(slots) > 1 for slots in chosen):
         raise BenchInput(
             "--untold is about tiers below gpu", remedy="give --tiers gpu=SIZE,host=SIZE"

@@ -55,6 +55,8 @@ class GetArguments(TypedDict, total=False):
     ttl: float
     priority: int
     traceparent: str
+    session_end: bool
+    expected_return: float | None
     deadline: float | None
 
 
@@ -70,6 +72,8 @@ class PutArguments(TypedDict, total=False):
     priority: int
     durable: str | Durability
     traceparent: str
+    session_end: bool
+    expected_return: float | None
     deadline: float | None
 
 
@@ -216,7 +220,25 @@ def _hints(given: GetArguments | PutArguments) -> Hints:
         ttl_ms=milliseconds("ttl", given.get("ttl", 0.0)),
         priority=whole("priority", given.get("priority", 0), -_PRIORITY_MAX, _PRIORITY_MAX),
         traceparent=checked_traceparent(given.get("traceparent", "")),
+        ended=_ended(given),
+        return_ms=_return_ms(given),
     )
+
+
+def _ended(given: GetArguments | PutArguments) -> bool:
+    ended = given.get("session_end", False)
+    if not isinstance(ended, bool):
+        raise LimitExceeded(f"session_end is {ended!r}", remedy="pass True or False")
+    return ended
+
+
+def _return_ms(given: GetArguments | PutArguments) -> int | None:
+    after = given.get("expected_return")
+    if after is not None and given.get("session_end", False):
+        raise LimitExceeded(
+            f"expected_return is {after!r} and session_end is True", remedy="pass one of them"
+        )
+    return None if after is None else milliseconds("expected_return", after)
 
 
 def whole(name: str, value: object, low: int, high: int) -> int:

@@ -293,6 +293,10 @@ class LocalAttachment:
             return False
         return True
 
+    def tell_now(self) -> None:
+        """Tells what was used so far, without waiting for more. On the connection's loop."""
+        self._tell()
+
     def _tell_soon(self) -> None:
         self._on_loop(self._tell_later)
 

@@ -157,7 +157,11 @@ class AsyncNamespace(Binding):
         """The rest of `get`."""
         if begun.left:
             await batches.finish_get(self, call, begun)
-        return batches.got(self, call, begun)
+        done = batches.got(self, call, begun)
+        if call.options.hints.says_return and done.prefix:
+            key = call.keys[done.prefix - 1]
+            await tiers.expect(self, key, call.options.hints, call.deadline)
+        return done
 
     async def put(
         self,
@@ -171,7 +175,10 @@ class AsyncNamespace(Binding):
 
         The keys of one call are a chain unless `chain=False`: each is the parent of the next.
         `parent` and `depth` are what comes before the first (taken from `keys` when it is a
-        KeyChain). `ttl` in seconds, `session` and `priority` are hints for what to keep.
+        KeyChain). `ttl` in seconds, `session` and `priority` are hints for what to keep. So are
+        `session_end=True` (after this call the conversation is over) and `expected_return` (it goes
+        on in so many seconds), of get and put, which a daemon with host.policy = "gittins" heeds;
+        they cost a call, once the pages are there.
         `durable="nvme"` waits until the pages survive the daemon; `result.durable` is how many do,
         and a page can be stored and not durable (no NVMe tier, no room there, a device that fails).
         `codec=Codec.FP8` packs before sending; a page with numbers that cannot be packed is
@@ -204,7 +211,10 @@ class AsyncNamespace(Binding):
         """The rest of `put`."""
         if begun.left:
             await put_batches.finish_put(self, call, begun)
-        return put_batches.done_put(call, begun)
+        done = put_batches.done_put(call, begun)
+        if call.options.hints.says_return and call.keys:
+            await tiers.expect(self, call.keys[-1], call.options.hints, call.deadline)
+        return done
 
     async def prefetch(
         self,

@@ -328,7 +328,7 @@ class Namespace:
         # In this thread: the current stream of a GPU is this thread's.
         call = self._async.prepare_get(keys, out=out, at=at, **options)
         begun = self._async.begin_get(call)
-        if not begun.left:
+        if not (begun.left or call.options.hints.says_return):
             return got(self._async, call, begun)
         return self._run(self._async.finish_get(call, begun))
 
@@ -343,7 +343,7 @@ class Namespace:
         """Stores pages; see AsyncNamespace.put. Do not write to them meanwhile."""
         call = self._async.prepare_put(keys, pages, at=at, **options)
         begun = self._async.begin_put(call)
-        if not begun.left:
+        if not (begun.left or call.options.hints.says_return):
             return done_put(call, begun)
         return self._run(self._async.finish_put(call, begun))
 

@@ -1,4 +1,5 @@
-"""Prefetch and demote: pages on their way between tiers, one outcome a key.
+"""Prefetch and demote: pages on their way between tiers, one outcome a key; and what is said of
+a conversation's return.
 
 Promise: an outcome for each key, within the deadline, also when the daemon is absent, stopped or
 restarted; a daemon of a version without the call refuses every key. The pages move after the
@@ -10,6 +11,7 @@ Functions run on the connection's event loop.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvtier.client.batches import get_code, keys_per_call, known_codes
@@ -21,7 +23,7 @@ from kvtier.transfer.planes.values import Hints, OpenedNamespace
 if TYPE_CHECKING:
     from kvtier.client.binding import Binding
 
-__all__ = ["demote", "prefetch"]
+__all__ = ["demote", "expect", "prefetch"]
 
 _Ask: TypeAlias = Callable[[int, Sequence[bytes]], Awaitable[bytes]]
 
@@ -42,6 +44,19 @@ async def demote(ns: Binding, keys: Sequence[bytes], deadline: Deadline) -> byte
         return await ns.link.plane.demote(handle, some, deadline)
 
     return await _move(ns, keys, ask, deadline)
+
+
+async def expect(ns: Binding, key: bytes, hints: Hints, deadline: Deadline) -> None:
+    """Says what `hints` say of the conversation that this page was the last one of. Nothing comes
+    of it when the daemon cannot be asked."""
+
+    async def send(opened: OpenedNamespace) -> bool:
+        after_ms = None if hints.ended else hints.return_ms
+        return await ns.link.plane.expect(opened.handle, key, after_ms, deadline)
+
+    ns.link.local.tell_now()
+    with suppress(KvtierError):
+        await ns.call(send, deadline)
 
 
 async def _move(ns: Binding, keys: Sequence[bytes], ask: _Ask, deadline: Deadline) -> bytes:

@@ -17,6 +17,7 @@ __all__ = [
     "CodecName",
     "DirectIo",
     "HostConfig",
+    "HostPolicyName",
     "NvmeConfig",
     "PolicyName",
     "ScrubConfig",
@@ -39,6 +40,13 @@ class PolicyName(Enum):
     LRU = "lru"
     ARC = "arc"
     S3_FIFO = "s3-fifo"
+
+
+class HostPolicyName(Enum):
+    LRU = "lru"
+    ARC = "arc"
+    S3_FIFO = "s3-fifo"
+    GITTINS = "gittins"
 
 
 class WritePolicy(Enum):
@@ -89,7 +97,16 @@ class HostConfig:
     sample_one_in: int = whole(
         16, 'With verify = "sampled": one page in so many is checked.', low=2, high=1_000_000
     )
-    policy: PolicyName = field(default=PolicyName.LRU, metadata=_POLICY)
+    policy: HostPolicyName = field(
+        default=HostPolicyName.LRU,
+        metadata={
+            "kind": Choice(members=HostPolicyName),
+            "meaning": "Which page gives way: least recently used, ARC, S3-FIFO, or gittins, which "
+            "learns when pages are used again and helps where memory is short (it needs numba, and "
+            "compiles for a minute before the first start on a machine is READY). "
+            "In all of them the tail of a chain goes before its head.",
+        },
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -376,8 +376,8 @@ class Grants:
                 row = find(namespace, shard, parent) if parent else NO_ROW
             if row != NO_ROW:
                 rows.append(row)
-        if rows:
-            self._residents.touch(np.array(rows))
+        for row in reversed(rows):
+            self._residents.lead(row)
 
     def _count(self, codes: bytearray) -> None:
         self._counters.stored += codes.count(PutCode.STORED)

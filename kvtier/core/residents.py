@@ -23,6 +23,7 @@ from kvtier.core.page import TIERS, Tier
 from kvtier.core.page_columns import PageColumns
 from kvtier.core.policy.base import Policy
 from kvtier.core.quarantine import Quarantine
+from kvtier.core.queues import Queues
 from kvtier.core.shards import Shards
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.table import NO_ROW, CopyTable
@@ -52,13 +53,12 @@ class Residents:
         self.allocators = allocators
         self.ledger = Ledger(allocators)
         self._generations = generations
-        self._make_policy = make_policy
         self.shards = Shards(table, index, shard_counts)
         self.events = events
         self._telling = Telling(table, events, listing)
         #: Rises whenever something may have become evictable or free.
         self.changes = 0
-        self._queues: dict[tuple[int, int], Policy] = {}
+        self.queues = Queues(table, make_policy)
         self.links = Links(table, index, on_kept=self._kept, on_ready=self._ready)
         bytes_max = {
             tier: int(allocator.capacity_bytes * quarantine_share)
@@ -68,11 +68,7 @@ class Residents:
 
     def queue(self, tier: Tier, record_bytes: int) -> Policy:
         """The eviction queue of one size class of one tier."""
-        key = (tier, record_bytes)
-        queue = self._queues.get(key)
-        if queue is None:
-            queue = self._queues[key] = self._make_policy[tier](self.table)
-        return queue
+        return self.queues.of(tier, record_bytes)
 
     def begin_many(self, tier: Tier, slots: Sequence[int], record_bytes: int) -> list[int]:
         """FREE -> FILLING in slots that the allocator has handed out; fewer than those: the table
@@ -340,6 +336,12 @@ class Residents:
             self.queue(Tier(tier), record).touch(rows[together])
             rows = rows[~together]
 
+    def lead(self, row: int) -> None:
+        """A page is about to come after this one, which is in use so."""
+        table = self.table
+        table.uses[row] = min(table.uses[row], 254) + 1
+        self._queue_of(row).lead(row)
+
     def _replace(self, old: int, new: int) -> None:
         """Retires `old`, a copy of the same page in the same tier; `new` takes over its
         children."""
@@ -364,8 +366,7 @@ class Residents:
         return len(gone)
 
     def _queue_of(self, row: int) -> Policy:
-        tier, record_bytes = self.table.tier[row], self.table.record[row]
-        return self._queues.get((tier, record_bytes)) or self.queue(TIERS[tier], record_bytes)
+        return self.queues.of(self.table.tier[row], self.table.record[row])
 
     def _fire_many(
         self, rows: Sequence[int], event: Event, *, generations: Sequence[int] = ()

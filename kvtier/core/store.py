@@ -4,8 +4,8 @@ edits alone.
 Bytes are moved outside the lock by whoever holds a Filling, a Reading or a grant. No lock but this
 one is taken in core, and the only call out of it is the generation journal (once in 2**20
 reservations). Every public method is safe from any thread; batches are atomic against each other.
-`pins`, `grants`, `usage`, `watching`, `room`, `survey` and `snapshots` are parts of the store under
-the same lock.
+`pins`, `grants`, `usage`, `forecasts`, `watching`, `room`, `survey` and `snapshots` are parts of
+the store under the same lock.
 
 Time is an argument (monotonic seconds); nothing here reads a clock.
 """
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvtier.core.counters import Counters
 from kvtier.core.events import EventKind, EventLog
+from kvtier.core.forecasts import Forecasts
 from kvtier.core.generations import Generations
 from kvtier.core.grants import Grants
 from kvtier.core.handles import Filling, Reading
@@ -102,6 +103,7 @@ class Store:
         self.pins = Pins(self._lock, self._residents, self._shard_counts)
         self.watching = Watching(self._lock, self._residents, self._shard_counts)
         self.usage = Usage(self._lock, self._residents, self._shard_counts, self._counters)
+        self.forecasts = Forecasts(self._lock, self._residents, self._shard_counts, clock)
         self.grants = Grants(
             self._lock,
             self._residents,
@@ -353,7 +355,7 @@ class Store:
         """A page that goes on is in use: it must not be what gives way for the page after it."""
         row = self._index.find(namespace, shard, parent) if parent else NO_ROW
         if row != NO_ROW:
-            self._residents.touch(np.array([row]))
+            self._residents.lead(row)
 
     def _ref(self, row: int) -> PageRef:
         table = self._table

@@ -24,6 +24,7 @@ from kvtier.core.store import Counters, Store
 from kvtier.daemon.admission import Admission
 from kvtier.daemon.durability import Durability
 from kvtier.daemon.flushing import Unflushed
+from kvtier.daemon.forecasts import ForecastFile
 from kvtier.daemon.local_plane import LocalPlane
 from kvtier.daemon.local_writes import PutReport
 from kvtier.daemon.metrics import NVME_METRICS, Metrics, Samples
@@ -67,6 +68,7 @@ class Parts:
     directory: DaemonDirectory
     arena: HostArena
     store: Store
+    forecasts: ForecastFile
     nvme: NvmeParts | None = None
     local: LocalPlane | None = None
 
@@ -90,6 +92,7 @@ class Node:
         self.arena = parts.arena
         self.store = parts.store
         self.local = parts.local
+        self.forecasts = parts.forecasts
         limits = self.config.limits
         self.state = NodeState.STARTING
         self.started_at = time.monotonic()

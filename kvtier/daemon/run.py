@@ -26,6 +26,7 @@ from kvtier.core.policy import POLICIES
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.store import Store
 from kvtier.core.store_config import StoreConfig
+from kvtier.daemon.forecasts import ForecastFile, host_policy
 from kvtier.daemon.local_plane import LocalPlane
 from kvtier.daemon.local_writes import LocalWrites, PutReport
 from kvtier.daemon.logs import setup_logging
@@ -175,7 +176,7 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
         tiers=tiers,
         generations=Generations(directory.generation_bound, directory.journal_generations),
         make_policy={
-            Tier.HOST: POLICIES[config.host.policy.value],
+            Tier.HOST: host_policy(config.host.policy),
             Tier.NVME: POLICIES[config.nvme.policy.value],
         },
         listing=local.listing if local is not None else None,
@@ -189,9 +190,11 @@ def _build(effective: Effective, stack: ExitStack, *, discard_cache: bool) -> No
             store=store,
             nvme=nvme,
             local=local,
+            forecasts=ForecastFile(directory.path, store, config.host.policy),
         )
     )
-    for what in (not_tuned, f"host tier: {grant.reason}" if grant.is_reduced else ""):
+    reduced = f"host tier: {grant.reason}" if grant.is_reduced else ""
+    for what in (not_tuned, node.forecasts.load(), reduced):
         if what:
             node.warn(what)
     _warn_of_nvme(node, unusable)
@@ -332,6 +335,7 @@ async def _drain(node: Node, server: Server, loops: Sequence[asyncio.Task[None]]
     await server.set_serving(False)
     await node.admission.wait_idle(node.drain.deadline)
     await _end(loops)
+    await _guarded("forecasts", node.forecasts.save())
     lost = node.host_pages()
     if node.nvme is not None:
         lost = await node.nvme.stop(node.drain.deadline)
@@ -351,6 +355,7 @@ def _begin_loops(node: Node) -> list[asyncio.Task[None]]:
             await asyncio.sleep(0)
 
     async def expire() -> None:
+        node.store.forecasts.tell_time(loop.time())
         node.sessions.reap()
         node.store.pins.expire(loop.time())
 
@@ -358,6 +363,8 @@ def _begin_loops(node: Node) -> list[asyncio.Task[None]]:
         ("expire", expire, _UPKEEP_S),
         ("sweep", sweep, _UPKEEP_S),
     ]
+    if node.forecasts.is_on:
+        loops.append(("forecasts", node.forecasts.save, node.config.nvme.checkpoint_s))
     if node.nvme is not None:
         loops += node.nvme.loops()
     tasks = [asyncio.create_task(_repeat(*each)) for each in loops]

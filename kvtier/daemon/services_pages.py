@@ -198,6 +198,18 @@ class PagesService:
             codes = self._node.nvme.tiering.prefetch((place.namespace, place.shard), keys)
         return pb.PrefetchResponse(codes=codes.tolist(), leading_run=leading_run(codes))
 
+    async def expect(self, request: pb.ExpectRequest, _context: Context) -> pb.ExpectResponse:
+        place = self._place(request.handle)
+        keys = parse_keys(request.key, self._node)
+        _check_count("key", len(keys), 1)
+        heeded = len(keys) > 0 and self._node.store.forecasts.hint(
+            place.namespace,
+            keys[0].tobytes(),
+            -1.0 if request.ended else request.return_ms / 1000,
+            now=time.monotonic(),
+        )
+        return pb.ExpectResponse(heeded=heeded)
+
     async def demote(self, request: pb.DemoteRequest, _context: Context) -> pb.DemoteResponse:
         place = self._place(request.handle)
         keys = parse_keys(request.keys, self._node)

@@ -39,7 +39,9 @@ _NAMESPACES = "namespaces"
 _LOCK = "lock"
 #: The local plane's, which a daemon that was killed leaves behind.
 LOCAL_SOCKET = "local.sock"
-_OURS = frozenset((_FORMAT, _GENERATIONS, _NAMESPACES, _LOCK, LOCAL_SOCKET))
+#: What the eviction policy has learned; a start does without it.
+FORECASTS = "forecasts"
+_OURS = frozenset((_FORMAT, _GENERATIONS, _NAMESPACES, _LOCK, LOCAL_SOCKET, FORECASTS))
 _OURS_OF_NVME = re.compile(r"(geometry|checkpoint(\.old)?|journals|journal-[0-9]{10,19})(\.tmp)?")
 
 

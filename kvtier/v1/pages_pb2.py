@@ -26,15 +26,15 @@ from kvtier.v1 import page_pb2 as kvtier_dot_v1_dot_page__pb2
 from kvtier.v1 import transfer_pb2 as kvtier_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/pages.proto\x12\tkvtier.v1\x1a\x14kvtier/v1/page.proto\x1a\x18kvtier/v1/transfer.proto\"\xb6\x01\n\x14OpenNamespaceRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04salt\x18\x03 \x01(\x0c\x12!\n\x06layout\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Layout\x12\x1f\n\x05shard\x18\x05 \x01(\x0b\x32\x10.kvtier.v1.Shard\x12\x13\n\x0b\x63lient_name\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\x0c\"\xcd\x01\n\x15OpenNamespaceResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06handle\x18\x02 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x11\n\traw_bytes\x18\x06 \x01(\x04\x12\x11\n\tfp8_bytes\x18\x07 \x01(\x04\x12\x16\n\x0esession_ttl_ms\x18\x08 \x01(\x04\x12\x18\n\x10namespace_number\x18\t \x01(\r\"S\n\tCallHints\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"a\n\rLookupRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12#\n\x05hints\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CallHints\x12\r\n\x05\x65xact\x18\x04 \x01(\x08\"h\n\x0eLookupResponse\x12!\n\x05\x63odes\x18\x01 \x03(\x0e\x32\x12.kvtier.v1.GetCode\x12\x1e\n\x05tiers\x18\x02 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12\x13\n\x0bleading_run\x18\x03 \x01(\r\"-\n\rDeleteRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"6\n\x0e\x44\x65leteResponse\x12$\n\x05\x63odes\x18\x01 \x03(\x0e\x32\x15.kvtier.v1.DeleteCode\":\n\nPinRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\x04\"g\n\x0bPinResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12!\n\x05\x63odes\x18\x02 \x03(\x0e\x32\x12.kvtier.v1.GetCode\x12\x13\n\x0bleading_run\x18\x03 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\x04\"E\n\x0cRenewRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\x04\"5\n\x0cUnpinRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"4\n\rLeaseResponse\x12#\n\x05\x63odes\x18\x01 \x03(\x0e\x32\x14.kvtier.v1.LeaseCode\"T\n\x0fPrefetchRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12#\n\x05hints\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CallHints\"J\n\x10PrefetchResponse\x12!\n\x05\x63odes\x18\x01 \x03(\x0e\x32\x12.kvtier.v1.GetCode\x12\x13\n\x0bleading_run\x18\x02 \x01(\r\"-\n\rDemoteRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"H\n\x0e\x44\x65moteResponse\x12!\n\x05\x63odes\x18\x01 \x03(\x0e\x32\x12.kvtier.v1.GetCode\x12\x13\n\x0bleading_run\x18\x02 \x01(\r\"\"\n\x0c\x46lushRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"2\n\rFlushResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\x12\x12\n\npages_lost\x18\x02 \x01(\x04\"r\n\x15\x42umpGenerationRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x1b\n\x13\x65xpected_generation\x18\x02 \x01(\x04\x12\x18\n\x10weights_revision\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\x0c\",\n\x16\x42umpGenerationResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"8\n\x13\x41\x64optHandoffRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05token\x18\x02 \x01(\x0c\"(\n\x14\x41\x64optHandoffResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\"5\n\x0cWatchRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x10\n\x08\x61live_ms\x18\x02 \x01(\r\"\xff\x01\n\nWatchEvent\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.kvtier.v1.WatchKind\x12\x1d\n\x04tier\x18\x04 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x12\r\n\x05shard\x18\x06 \x01(\r\x12\x0c\n\x04keys\x18\x07 \x01(\x0c\x12#\n\x04pool\x18\x08 \x01(\x0b\x32\x15.kvtier.v1.DevicePool\x12\x12\n\nsession_id\x18\t \x01(\x04\x12\x13\n\x0b\x63lient_name\x18\n \x01(\t\x12\r\n\x05lossy\x18\x0b \x01(\x08\"Z\n\x11ReportPoolRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12#\n\x04pool\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.DevicePool\x12\x0c\n\x04gone\x18\x03 \x01(\x08\"\x14\n\x12ReportPoolResponse\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"\x16\n\x14\x43loseSessionResponse\"-\n\x16\x44\x65leteNamespaceRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\"(\n\x17\x44\x65leteNamespaceResponse\x12\r\n\x05pages\x18\x01 \x01(\x04*\xe8\x01\n\tWatchKind\x12\x1a\n\x16WATCH_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13WATCH_KIND_SNAPSHOT\x10\x01\x12\x1b\n\x17WATCH_KIND_SNAPSHOT_END\x10\x02\x12\x15\n\x11WATCH_KIND_STORED\x10\x03\x12\x16\n\x12WATCH_KIND_REMOVED\x10\x04\x12\x15\n\x11WATCH_KIND_BUMPED\x10\x05\x12\x13\n\x0fWATCH_KIND_POOL\x10\x06\x12\x18\n\x14WATCH_KIND_POOL_GONE\x10\x07\x12\x14\n\x10WATCH_KIND_ALIVE\x10\x08\x32\x90\t\n\x05Pages\x12R\n\rOpenNamespace\x12\x1f.kvtier.v1.OpenNamespaceRequest\x1a .kvtier.v1.OpenNamespaceResponse\x12=\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x19.kvtier.v1.LookupResponse\x12\x36\n\x03Put\x12\x15.kvtier.v1.PutRequest\x1a\x16.kvtier.v1.PutResponse(\x01\x12\x36\n\x03Get\x12\x15.kvtier.v1.GetRequest\x1a\x16.kvtier.v1.GetResponse0\x01\x12=\n\x06\x44\x65lete\x12\x18.kvtier.v1.DeleteRequest\x1a\x19.kvtier.v1.DeleteResponse\x12\x34\n\x03Pin\x12\x15.kvtier.v1.PinRequest\x1a\x16.kvtier.v1.PinResponse\x12:\n\x05Renew\x12\x17.kvtier.v1.RenewRequest\x1a\x18.kvtier.v1.LeaseResponse\x12:\n\x05Unpin\x12\x17.kvtier.v1.UnpinRequest\x1a\x18.kvtier.v1.LeaseResponse\x12\x43\n\x08Prefetch\x12\x1a.kvtier.v1.PrefetchRequest\x1a\x1b.kvtier.v1.PrefetchResponse\x12=\n\x06\x44\x65mote\x12\x18.kvtier.v1.DemoteRequest\x1a\x19.kvtier.v1.DemoteResponse\x12:\n\x05\x46lush\x12\x17.kvtier.v1.FlushRequest\x1a\x18.kvtier.v1.FlushResponse\x12U\n\x0e\x42umpGeneration\x12 .kvtier.v1.BumpGenerationRequest\x1a!.kvtier.v1.BumpGenerationResponse\x12O\n\x0c\x41\x64optHandoff\x12\x1e.kvtier.v1.AdoptHandoffRequest\x1a\x1f.kvtier.v1.AdoptHandoffResponse\x12I\n\nReportPool\x12\x1c.kvtier.v1.ReportPoolRequest\x1a\x1d.kvtier.v1.ReportPoolResponse\x12\x39\n\x05Watch\x12\x17.kvtier.v1.WatchRequest\x1a\x15.kvtier.v1.WatchEvent0\x01\x12O\n\x0c\x43loseSession\x12\x1e.kvtier.v1.CloseSessionRequest\x1a\x1f.kvtier.v1.CloseSessionResponse\x12X\n\x0f\x44\x65leteNamespace\x12!.kvtier.v1.DeleteNamespaceRequest\x1a\".kvtier.v1.DeleteNamespaceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/pages.proto\x12\tkvtier.v1\x1a\x14kvtier/v1/page.proto\x1a\x18kvtier/v1/transfer.proto\"\xb6\x01\n\x14OpenNamespaceRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04salt\x18\x03 \x01(\x0c\x12!\n\x06layout\x18\x04 \x01(\x0b\x32\x11.kvtier.v1.Layout\x12\x1f\n\x05shard\x18\x05 \x01(\x0b\x32\x10.kvtier.v1.Shard\x12\x13\n\x0b\x63lient_name\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\x0c\"\xcd\x01\n\x15OpenNamespaceResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06handle\x18\x02 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x11\n\traw_bytes\x18\x06 \x01(\x04\x12\x11\n\tfp8_bytes\x18\x07 \x01(\x04\x12\x16\n\x0esession_ttl_ms\x18\x08 \x01(\x04\x12\x18\n\x10namespace_number\x18\t \x01(\r\"S\n\tCallHints\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"a\n\rLookupRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12#\n\x05hints\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CallHints\x12\r\n\x05\x65xact\x18\x04 \x01(\x08\"h\n\x0eLookupResponse\x12!\n\x05\x63odes\x18\x01 \x03(\x0e\x32\x12.kvtier.v1.GetCode\x12\x1e\n\x05tiers\x18\x02 \x03(\x0e\x32\x0f.kvtier.v1.Tier\x12\x13\n\x0bleading_run\x18\x03 \x01(\r\"-\n\rDeleteRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"6\n\x0e\x44\x65leteResponse\x12$\n\x05\x63odes\x18\x01 \x03(\x0e\x32\x15.kvtier.v1.DeleteCode\":\n\nPinRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\x04\"g\n\x0bPinResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12!\n\x05\x63odes\x18\x02 \x03(\x0e\x32\x12.kvtier.v1.GetCode\x12\x13\n\x0bleading_run\x18\x03 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\x04\"E\n\x0cRenewRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\x04\"5\n\x0cUnpinRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"4\n\rLeaseResponse\x12#\n\x05\x63odes\x18\x01 \x03(\x0e\x32\x14.kvtier.v1.LeaseCode\"T\n\x0fPrefetchRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12#\n\x05hints\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CallHints\"J\n\x10PrefetchResponse\x12!\n\x05\x63odes\x18\x01 \x03(\x0e\x32\x12.kvtier.v1.GetCode\x12\x13\n\x0bleading_run\x18\x02 \x01(\r\"N\n\rExpectRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12\x11\n\treturn_ms\x18\x04 \x01(\x04\" \n\x0e\x45xpectResponse\x12\x0e\n\x06heeded\x18\x01 \x01(\x08\"-\n\rDemoteRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"H\n\x0e\x44\x65moteResponse\x12!\n\x05\x63odes\x18\x01 \x03(\x0e\x32\x12.kvtier.v1.GetCode\x12\x13\n\x0bleading_run\x18\x02 \x01(\r\"\"\n\x0c\x46lushRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"2\n\rFlushResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\x12\x12\n\npages_lost\x18\x02 \x01(\x04\"r\n\x15\x42umpGenerationRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x1b\n\x13\x65xpected_generation\x18\x02 \x01(\x04\x12\x18\n\x10weights_revision\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\x0c\",\n\x16\x42umpGenerationResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"8\n\x13\x41\x64optHandoffRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05token\x18\x02 \x01(\x0c\"(\n\x14\x41\x64optHandoffResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\"5\n\x0cWatchRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x10\n\x08\x61live_ms\x18\x02 \x01(\r\"\xff\x01\n\nWatchEvent\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.kvtier.v1.WatchKind\x12\x1d\n\x04tier\x18\x04 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x12\r\n\x05shard\x18\x06 \x01(\r\x12\x0c\n\x04keys\x18\x07 \x01(\x0c\x12#\n\x04pool\x18\x08 \x01(\x0b\x32\x15.kvtier.v1.DevicePool\x12\x12\n\nsession_id\x18\t \x01(\x04\x12\x13\n\x0b\x63lient_name\x18\n \x01(\t\x12\r\n\x05lossy\x18\x0b \x01(\x08\"Z\n\x11ReportPoolRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12#\n\x04pool\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.DevicePool\x12\x0c\n\x04gone\x18\x03 \x01(\x08\"\x14\n\x12ReportPoolResponse\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"\x16\n\x14\x43loseSessionResponse\"-\n\x16\x44\x65leteNamespaceRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\"(\n\x17\x44\x65leteNamespaceResponse\x12\r\n\x05pages\x18\x01 \x01(\x04*\xe8\x01\n\tWatchKind\x12\x1a\n\x16WATCH_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13WATCH_KIND_SNAPSHOT\x10\x01\x12\x1b\n\x17WATCH_KIND_SNAPSHOT_END\x10\x02\x12\x15\n\x11WATCH_KIND_STORED\x10\x03\x12\x16\n\x12WATCH_KIND_REMOVED\x10\x04\x12\x15\n\x11WATCH_KIND_BUMPED\x10\x05\x12\x13\n\x0fWATCH_KIND_POOL\x10\x06\x12\x18\n\x14WATCH_KIND_POOL_GONE\x10\x07\x12\x14\n\x10WATCH_KIND_ALIVE\x10\x08\x32\xcf\t\n\x05Pages\x12R\n\rOpenNamespace\x12\x1f.kvtier.v1.OpenNamespaceRequest\x1a .kvtier.v1.OpenNamespaceResponse\x12=\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x19.kvtier.v1.LookupResponse\x12\x36\n\x03Put\x12\x15.kvtier.v1.PutRequest\x1a\x16.kvtier.v1.PutResponse(\x01\x12\x36\n\x03Get\x12\x15.kvtier.v1.GetRequest\x1a\x16.kvtier.v1.GetResponse0\x01\x12=\n\x06\x44\x65lete\x12\x18.kvtier.v1.DeleteRequest\x1a\x19.kvtier.v1.DeleteResponse\x12\x34\n\x03Pin\x12\x15.kvtier.v1.PinRequest\x1a\x16.kvtier.v1.PinResponse\x12:\n\x05Renew\x12\x17.kvtier.v1.RenewRequest\x1a\x18.kvtier.v1.LeaseResponse\x12:\n\x05Unpin\x12\x17.kvtier.v1.UnpinRequest\x1a\x18.kvtier.v1.LeaseResponse\x12=\n\x06\x45xpect\x12\x18.kvtier.v1.ExpectRequest\x1a\x19.kvtier.v1.ExpectResponse\x12\x43\n\x08Prefetch\x12\x1a.kvtier.v1.PrefetchRequest\x1a\x1b.kvtier.v1.PrefetchResponse\x12=\n\x06\x44\x65mote\x12\x18.kvtier.v1.DemoteRequest\x1a\x19.kvtier.v1.DemoteResponse\x12:\n\x05\x46lush\x12\x17.kvtier.v1.FlushRequest\x1a\x18.kvtier.v1.FlushResponse\x12U\n\x0e\x42umpGeneration\x12 .kvtier.v1.BumpGenerationRequest\x1a!.kvtier.v1.BumpGenerationResponse\x12O\n\x0c\x41\x64optHandoff\x12\x1e.kvtier.v1.AdoptHandoffRequest\x1a\x1f.kvtier.v1.AdoptHandoffResponse\x12I\n\nReportPool\x12\x1c.kvtier.v1.ReportPoolRequest\x1a\x1d.kvtier.v1.ReportPoolResponse\x12\x39\n\x05Watch\x12\x17.kvtier.v1.WatchRequest\x1a\x15.kvtier.v1.WatchEvent0\x01\x12O\n\x0c\x43loseSession\x12\x1e.kvtier.v1.CloseSessionRequest\x1a\x1f.kvtier.v1.CloseSessionResponse\x12X\n\x0f\x44\x65leteNamespace\x12!.kvtier.v1.DeleteNamespaceRequest\x1a\".kvtier.v1.DeleteNamespaceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.pages_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WATCHKIND']._serialized_start=2432
-  _globals['_WATCHKIND']._serialized_end=2664
+  _globals['_WATCHKIND']._serialized_start=2546
+  _globals['_WATCHKIND']._serialized_end=2778
   _globals['_OPENNAMESPACEREQUEST']._serialized_start=85
   _globals['_OPENNAMESPACEREQUEST']._serialized_end=267
   _globals['_OPENNAMESPACERESPONSE']._serialized_start=270
@@ -63,38 +63,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFETCHREQUEST']._serialized_end=1299
   _globals['_PREFETCHRESPONSE']._serialized_start=1301
   _globals['_PREFETCHRESPONSE']._serialized_end=1375
-  _globals['_DEMOTEREQUEST']._serialized_start=1377
-  _globals['_DEMOTEREQUEST']._serialized_end=1422
-  _globals['_DEMOTERESPONSE']._serialized_start=1424
-  _globals['_DEMOTERESPONSE']._serialized_end=1496
-  _globals['_FLUSHREQUEST']._serialized_start=1498
-  _globals['_FLUSHREQUEST']._serialized_end=1532
-  _globals['_FLUSHRESPONSE']._serialized_start=1534
-  _globals['_FLUSHRESPONSE']._serialized_end=1584
-  _globals['_BUMPGENERATIONREQUEST']._serialized_start=1586
-  _globals['_BUMPGENERATIONREQUEST']._serialized_end=1700
-  _globals['_BUMPGENERATIONRESPONSE']._serialized_start=1702
-  _globals['_BUMPGENERATIONRESPONSE']._serialized_end=1746
-  _globals['_ADOPTHANDOFFREQUEST']._serialized_start=1748
-  _globals['_ADOPTHANDOFFREQUEST']._serialized_end=1804
-  _globals['_ADOPTHANDOFFRESPONSE']._serialized_start=1806
-  _globals['_ADOPTHANDOFFRESPONSE']._serialized_end=1846
-  _globals['_WATCHREQUEST']._serialized_start=1848
-  _globals['_WATCHREQUEST']._serialized_end=1901
-  _globals['_WATCHEVENT']._serialized_start=1904
-  _globals['_WATCHEVENT']._serialized_end=2159
-  _globals['_REPORTPOOLREQUEST']._serialized_start=2161
-  _globals['_REPORTPOOLREQUEST']._serialized_end=2251
-  _globals['_REPORTPOOLRESPONSE']._serialized_start=2253
-  _globals['_REPORTPOOLRESPONSE']._serialized_end=2273
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=2275
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=2316
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=2318
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2340
-  _globals['_DELETENAMESPACEREQUEST']._serialized_start=2342
-  _globals['_DELETENAMESPACEREQUEST']._serialized_end=2387
-  _globals['_DELETENAMESPACERESPONSE']._serialized_start=2389
-  _globals['_DELETENAMESPACERESPONSE']._serialized_end=2429
-  _globals['_PAGES']._serialized_start=2667
-  _globals['_PAGES']._serialized_end=3835
+  _globals['_EXPECTREQUEST']._serialized_start=1377
+  _globals['_EXPECTREQUEST']._serialized_end=1455
+  _globals['_EXPECTRESPONSE']._serialized_start=1457
+  _globals['_EXPECTRESPONSE']._serialized_end=1489
+  _globals['_DEMOTEREQUEST']._serialized_start=1491
+  _globals['_DEMOTEREQUEST']._serialized_end=1536
+  _globals['_DEMOTERESPONSE']._serialized_start=1538
+  _globals['_DEMOTERESPONSE']._serialized_end=1610
+  _globals['_FLUSHREQUEST']._serialized_start=1612
+  _globals['_FLUSHREQUEST']._serialized_end=1646
+  _globals['_FLUSHRESPONSE']._serialized_start=1648
+  _globals['_FLUSHRESPONSE']._serialized_end=1698
+  _globals['_BUMPGENERATIONREQUEST']._serialized_start=1700
+  _globals['_BUMPGENERATIONREQUEST']._serialized_end=1814
+  _globals['_BUMPGENERATIONRESPONSE']._serialized_start=1816
+  _globals['_BUMPGENERATIONRESPONSE']._serialized_end=1860
+  _globals['_ADOPTHANDOFFREQUEST']._serialized_start=1862
+  _globals['_ADOPTHANDOFFREQUEST']._serialized_end=1918
+  _globals['_ADOPTHANDOFFRESPONSE']._serialized_start=1920
+  _globals['_ADOPTHANDOFFRESPONSE']._serialized_end=1960
+  _globals['_WATCHREQUEST']._serialized_start=1962
+  _globals['_WATCHREQUEST']._serialized_end=2015
+  _globals['_WATCHEVENT']._serialized_start=2018
+  _globals['_WATCHEVENT']._serialized_end=2273
+  _globals['_REPORTPOOLREQUEST']._serialized_start=2275
+  _globals['_REPORTPOOLREQUEST']._serialized_end=2365
+  _globals['_REPORTPOOLRESPONSE']._serialized_start=2367
+  _globals['_REPORTPOOLRESPONSE']._serialized_end=2387
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=2389
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=2430
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=2432
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2454
+  _globals['_DELETENAMESPACEREQUEST']._serialized_start=2456
+  _globals['_DELETENAMESPACEREQUEST']._serialized_end=2501
+  _globals['_DELETENAMESPACERESPONSE']._serialized_start=2503
+  _globals['_DELETENAMESPACERESPONSE']._serialized_end=2543
+  _globals['_PAGES']._serialized_start=2781
+  _globals['_PAGES']._serialized_end=4012
 # @@protoc_insertion_point(module_scope)

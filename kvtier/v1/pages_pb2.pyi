@@ -182,6 +182,24 @@ class PrefetchResponse(_message.Message):
     leading_run: int
     def __init__(self, codes: _Optional[_Iterable[_Union[_page_pb2.GetCode, str]]] = ..., leading_run: _Optional[int] = ...) -> None: ...
 
+class ExpectRequest(_message.Message):
+    __slots__ = ("handle", "key", "ended", "return_ms")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    RETURN_MS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    key: bytes
+    ended: bool
+    return_ms: int
+    def __init__(self, handle: _Optional[int] = ..., key: _Optional[bytes] = ..., ended: bool = ..., return_ms: _Optional[int] = ...) -> None: ...
+
+class ExpectResponse(_message.Message):
+    __slots__ = ("heeded",)
+    HEEDED_FIELD_NUMBER: _ClassVar[int]
+    heeded: bool
+    def __init__(self, heeded: bool = ...) -> None: ...
+
 class DemoteRequest(_message.Message):
     __slots__ = ("handle", "keys")
     HANDLE_FIELD_NUMBER: _ClassVar[int]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from functools import partial
 
 import numpy as np
 import pytest
@@ -186,3 +188,54 @@ def test_two_tiers_of_close_prices_are_as_cheap_as_any():
         # What is dearer is named too, in whatever order the choices are tried.
         assert {tuple(choice.slots) for choice in found.choices} == {(HOST,), (HOST, NVME)}
         assert found.choices == sorted(found.choices, key=lambda choice: choice.cost)
+
+
+def stepped(seed, host_max, nvme_max):
+    """A hit ratio that rises in steps, and where more host memory spares some NVMe."""
+    rng = np.random.default_rng(seed)
+    near, far = rng.integers(1, host_max, 6), rng.integers(1, nvme_max, 10)
+    distance = np.sort(np.concatenate([near, far]))
+    weight = rng.dirichlet(np.ones(len(distance)))
+
+    def measure(slots):
+        host, nvme = slots[HOST], slots.get(NVME, 0)
+        upper = float(weight[distance <= host].sum())
+        both = float(weight[distance <= max(host, nvme + host // 3 if nvme else 0)].sum())
+        return {HOST: upper, NVME: both - upper} if nvme else {HOST: upper}
+
+    return measure
+
+
+def cheapest_pair(wished, measure, host_max, nvme_max):
+    """Every size of host memory, each with the smallest NVMe that is enough."""
+
+    def reaches(host, nvme):
+        hits = measure({HOST: host, NVME: nvme})
+        upper, both = hits[HOST], hits[HOST] + hits[NVME]
+        return upper >= wished.targets[HOST] and both >= wished.targets[NVME]
+
+    best = math.inf
+    for host in range(1, host_max + 1):
+        if reaches(host, nvme_max):
+            enough = bisect_left(range(1, nvme_max), True, key=partial(reaches, host))
+            best = min(best, wished.cost({HOST: host, NVME: 1 + enough}))
+    return best
+
+
+@pytest.mark.parametrize("seed", [1, 2, 10])
+def test_no_other_pair_of_sizes_is_cheaper_by_more_than_three_per_cent(seed):
+    host_max, nvme_max = 400, 800
+    measure, rng = stepped(seed, host_max, nvme_max), np.random.default_rng(1000 + seed)
+    wished = Wish(
+        targets={NVME: float(rng.uniform(0.4, 0.9)), HOST: float(rng.uniform(0, 0.3))},
+        prices={HOST: 3.0, NVME: float(rng.uniform(0.3, 2.5))},
+        have={},
+        least={HOST: 1, NVME: 1},
+        most={HOST: host_max, NVME: nvme_max},
+        slot_bytes=GIB,
+    )
+    found = advise(wished, measure)
+    (pair,) = (choice for choice in found.choices if NVME in choice.slots)
+    best = cheapest_pair(wished, measure, host_max, nvme_max)
+    assert best <= pair.cost <= 1.03 * best
+    assert found.replays < 200

@@ -27,6 +27,8 @@ class FakeTiers:
     unflushed: dict[int, set[tuple]] = field(default_factory=dict)  # by session
     move_codes: dict[bytes, int] = field(default_factory=dict)
     moves: list[tuple[str, list[bytes], str]] = field(default_factory=list)
+    expected: list[tuple[bytes, bool, int]] = field(default_factory=list)
+    expect_error: errors.KvtierError | None = None
     reports: list[admin_pb2.VerifyProgress] = field(default_factory=list)
     silent_after: int = -1  # a verify says nothing more after so many reports
     verifies: list[tuple[int, int]] = field(default_factory=list)  # (tier, bytes_per_second)
@@ -59,6 +61,13 @@ class TierRpcs:
     async def demote(self, request, context):
         await self._enter("demote")
         return pages_pb2.DemoteResponse(codes=self._move("demote", request, ""))
+
+    async def expect(self, request, context):
+        await self._enter("expect")
+        if self._d.tiers.expect_error is not None:
+            raise self._d.tiers.expect_error
+        self._d.tiers.expected.append((request.key, request.ended, request.return_ms))
+        return pages_pb2.ExpectResponse(heeded=True)
 
     def _move(self, name, request, session):
         tiers = self._d.tiers

@@ -193,47 +193,36 @@ def test_the_same_seed_decides_the_same(seed: int) -> None:
     assert found[0] == found[1]
 
 
-def test_what_was_exported_goes_on_as_what_it_was_exported_from() -> None:
+def test_what_was_learned_is_taken_up_whole() -> None:
     tier = Tier(60)
-    some, more = paths(4, 200)[:120], paths(4, 200)[120:]
-    for path in some:
+    for path in paths(4, 120):
         tier.serve(path)
-    forecast, saved = tier.policy.forecast, tier.policy.export()
-    other = Tier(60)
-    other.policy.restore(saved)
-    assert same(other.policy.export(), saved)
-    for number, path in enumerate(more):
-        words = np.array(path, np.uint64)
-        for each in (forecast, other.policy.forecast):
-            each.serve(1000.0 + number, words, pages=60)
-        count, twin = forecast.arrays.counts, other.policy.forecast.arrays.counts
-        assert count[layout.SHADOW_HIT] == twin[layout.SHADOW_HIT]
-    ours, theirs = forecast.arrays, other.policy.forecast.arrays
+    learned = tier.policy.learned()
+    other = Gittins(CopyTable(60), Clock())
+    other.learn_from(learned)
+    ours, theirs = tier.policy.forecast.arrays, other.forecast.arrays
     assert np.array_equal(ours.fine, theirs.fine)
-    assert ours.level.tolist() == theirs.level.tolist()
+    assert np.array_equal(ours.coarse, theirs.coarse)
+    assert other.learned() == learned
+    assert len(learned) == policy.LEARNED_BYTES
 
 
-def test_pages_found_at_a_start_are_put_where_they_were_known() -> None:
-    tier = Tier(60)
-    for path in paths(5, 100):
-        tier.serve(path)
-    held = sorted(tier.page.items(), key=lambda item: item[1])
-    saved = tier.policy.export()
-    fresh = Gittins(tier.table, Clock())
-    fresh.restore(saved)
-    tier.policy = fresh
-    for row, _ in held:
-        tier.table.queued[row] = 0
-        fresh.admit(row)
-    assert len(_drain(tier)) == len(held)
-
-
-def test_a_state_of_another_shape_is_refused() -> None:
+@pytest.mark.parametrize("damage", ["short", "nan", "square", "guard"])
+def test_what_nothing_can_have_learned_is_refused_and_changes_nothing(damage: str) -> None:
     tier = Tier(4)
-    saved = tier.policy.export()
-    saved["fine"] = saved["fine"][:, :, :3]
-    with pytest.raises(ValueError, match="fine"):
-        tier.policy.restore(saved)
+    before = tier.policy.learned()
+    saved = bytearray(before)
+    numbers = {"nan": (0, np.float32("nan")), "square": (196 * 44 * 4, np.float32(-1))}
+    if damage in numbers:
+        at, number = numbers[damage]
+        saved[at : at + 4] = number.tobytes()
+    elif damage == "guard":
+        saved[-1] = 7
+    else:
+        del saved[-1]
+    with pytest.raises(ValueError, match=r"bytes where|nothing can|negative"):
+        tier.policy.learn_from(bytes(saved))
+    assert tier.policy.learned() == before
 
 
 def test_pages_that_no_request_names_are_evicted_tail_first() -> None:
@@ -241,6 +230,7 @@ def test_pages_that_no_request_names_are_evicted_tail_first() -> None:
     for row, page in enumerate([1, 2, 3]):
         tier.table.key_words_np[row, 0] = page
         tier.row[page], tier.page[row], tier.before[page] = row, page, page - 1 or NO_ROW
+        tier.table.parent[row] = row
         tier.policy.admit(row)
         if row:
             tier.table.children[row - 1] = 1
@@ -274,10 +264,6 @@ def test_names_make_policies() -> None:
 
 def _drain(tier: Tier) -> list[int]:
     return list(iter(tier.evict, NO_ROW))
-
-
-def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return all(np.array_equal(a[name], b[name]) for name in b)
 
 
 @pytest.mark.parametrize("seed", range(2))

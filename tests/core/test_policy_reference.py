@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from kvtier.config import PolicyName
+from kvtier.config import HostPolicyName, PolicyName
 from kvtier.core.policy import POLICIES
 from kvtier.core.policy.arc import Arc
 from kvtier.core.policy.lru import LruTailFirst
@@ -47,6 +47,7 @@ def trace(seed: int, capacity: int, length: int) -> list[int]:
 
 def test_every_policy_of_the_configuration_is_there() -> None:
     assert list(POLICIES) == [policy.value for policy in PolicyName]
+    assert [*POLICIES, "gittins"] == [policy.value for policy in HostPolicyName]
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -70,6 +70,19 @@ def test_without_an_nvme_tier_nothing_is_durable(client):
     assert (flushed.pages, flushed.pages_lost) == (0, 1)
 
 
+def test_lru_heeds_no_hint_and_a_wrong_one_is_refused(client):
+    opened = client.open()
+    key = key_of(1)
+    client.put(opened, [(key, payload_of(1))])
+    request = pages_pb2.ExpectRequest(handle=opened.handle, key=key, ended=True)
+    assert not client.call("Expect", request).heeded
+    for wrong in (key[:5], key * 2):
+        request = pages_pb2.ExpectRequest(handle=opened.handle, key=wrong)
+        with pytest.raises(grpc.RpcError) as caught:
+            client.call("Expect", request)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_capabilities_are_the_configured_limits(make_daemon):
     limits = {
         "keys_per_call_max": 100,

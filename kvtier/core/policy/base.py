@@ -33,6 +33,9 @@ class Policy(Protocol):
         A page named twice is used once.
         """
 
+    def lead(self, row: int) -> None:
+        """A page is about to come after this one: it must not be what gives way for that."""
+
     def keep(self, row: int) -> None:
         """A page after it has come: it is not named before `ready`."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ __all__ = ["FORECASTING", "Forecasting"]
 Words = npt.NDArray[np.uint64]
 
 
+@runtime_checkable
 class Forecasting(Policy, Protocol):
     """What it is told beside the calls of Policy, and what it can be asked."""
 
@@ -32,6 +33,19 @@ class Forecasting(Policy, Protocol):
 
         `whole`: how many of the blocks are whole pages. `output`: tokens that it is to bring forth.
         """
+
+    def hint(self, namespace: int, key: bytes, returns_after_s: float) -> bool:
+        """Somebody says when the conversation comes back that this page was the last one of;
+        negative: it has ended. False: nobody has used that page lately."""
+
+    def hint_word(self, word: np.uint64, returns_after_s: float) -> bool:
+        """As `hint`, of the page that is known by this word."""
+
+    def learned(self) -> bytes:
+        """What outlives the process."""
+
+    def learn_from(self, learned: bytes) -> None:
+        """Takes up what `learned` gave. Raises ValueError for what it cannot have given."""
 
     def takes(self, words: Words) -> int:
         """How many of these pages, which are to be admitted, are worth it: leading ones."""

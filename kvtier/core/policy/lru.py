@@ -24,12 +24,14 @@ _KEPT_ONE_BY_ONE = 16
 
 
 class Clock:
-    """Logical time shared by all queues of a store: one tick a touched page."""
+    """Logical time shared by all queues of a store: one tick a touched page. Beside it, for those
+    who learn from time, the seconds that the store was last told (monotonic; 0: never)."""
 
-    __slots__ = ("now",)
+    __slots__ = ("now", "seconds")
 
     def __init__(self) -> None:
         self.now = 1
+        self.seconds = 0.0
 
     def ticks(self, n: int) -> int:
         """Reserves `n` stamps and returns the first."""
@@ -72,6 +74,10 @@ class LruTailFirst:
         first = self._clock.ticks(n)
         self._table.column("stamp")[rows] = np.arange(first + n - 1, first - 1, -1)
         self._order.use(rows[::-1])
+
+    def lead(self, row: int) -> None:
+        """See Policy."""
+        self.touch(np.array([row]))
 
     def keep(self, row: int) -> None:
         """See Policy."""

@@ -101,6 +101,10 @@ class TwoQueues(ABC):
         is_new &= ~self._young.are_among_last(rows, burst)
         self._use_many(rows[is_new])
 
+    def lead(self, row: int) -> None:
+        """See Policy."""
+        self.touch(np.array([row]))
+
     def keep(self, row: int) -> None:
         """See Policy."""
         return  # it is set aside when it is met at the front

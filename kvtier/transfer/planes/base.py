@@ -92,6 +92,12 @@ class Plane(Protocol):
     ) -> bytes:
         """GetCodes; the movement goes on after the answer."""
 
+    async def expect(
+        self, handle: int, key: bytes, returns_after_ms: int | None, deadline: Deadline
+    ) -> bool:
+        """When the conversation that this page was the last one of comes back (None: never).
+        False: nobody heeds that."""
+
     async def demote(self, handle: int, keys: Sequence[bytes], deadline: Deadline) -> bytes:
         """GetCodes; the movement goes on after the answer."""
 

@@ -200,6 +200,18 @@ class GrpcPlane:
         answer = await self._pages("Prefetch", request, deadline)
         return _codes(answer.codes, len(keys))
 
+    async def expect(
+        self, handle: int, key: bytes, returns_after_ms: int | None, deadline: Deadline
+    ) -> bool:
+        request = pages_pb2.ExpectRequest(
+            handle=handle,
+            key=key,
+            ended=returns_after_ms is None,
+            return_ms=returns_after_ms or 0,
+        )
+        answer = await self._pages("Expect", request, deadline)
+        return bool(answer.heeded)
+
     async def demote(self, handle: int, keys: Sequence[bytes], deadline: Deadline) -> bytes:
         request = pages_pb2.DemoteRequest(handle=handle, keys=b"".join(keys))
         answer = await self._pages("Demote", request, deadline)

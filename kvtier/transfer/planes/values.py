@@ -47,12 +47,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What travels with a call and changes nothing of its answer. `traceparent` is W3C's."""
+    """What travels with a call and changes nothing of its answer. `traceparent` is W3C's.
+
+    `ended`: the conversation does not come back after this call; else `return_ms`: it is expected
+    to after so long (None: nobody knows).
+    """
 
     session: str = ""
     ttl_ms: int = 0
     priority: int = 0
     traceparent: str = ""
+    ended: bool = False
+    return_ms: int | None = None
+
+    @property
+    def says_return(self) -> bool:
+        return self.ended or self.return_ms is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,8 @@ class Forecast:
         output: int | None = None,
     ) -> int:
         """A request; the slot that it has got. `pages`: that the tier has room for."""
-        self._make_room(len(words), pages)
+        self._make_slot(pages)
+        self._make_room(len(words))
         slot = serve.serve(
             self.arrays,
             now,
@@ -55,24 +56,42 @@ class Forecast:
             pages,
             self.has_bypass,
         )
+        self._forget(pages)
+        return slot
+
+    def grow(self, slot: int, words: npt.NDArray[np.uint64], *, pages: int) -> int:
+        """The path of a remembered request goes on; how many of the words it has then."""
+        # Nothing is forgotten here, which could be this very request.
+        self._make_room(len(words))
+        grown: int = serve.grow(self.arrays, slot, words, pages, self.has_bypass)
+        return grown
+
+    def heed(self, slot: int, returns_after_s: float) -> None:
+        """What was said of the return of a request's conversation; negative: it has ended."""
+        self._make_room(0)
+        segments.heed(self.arrays, slot, returns_after_s)
+
+    def _forget(self, pages: int) -> None:
         count = self.arrays.counts
         known_max = max(_BLOCKS_MIN, KNOWN_PER_PAGE * pages)
         while count[layout.KNOWN] > known_max and count[layout.OLDEST] < count[layout.NEXT] - 1:
             self._forget_oldest()
-        return slot
 
     def _forget_oldest(self) -> None:
         serve.forget_oldest(self.arrays)
 
-    def _make_room(self, blocks: int, pages: int) -> None:
-        state = self.arrays
-        count = state.counts
-        slots = len(state.time) - 1
+    def _make_slot(self, pages: int) -> None:
+        count, slots = self.arrays.counts, len(self.arrays.time) - 1
         if count[layout.NEXT] - count[layout.OLDEST] >= slots:
             if slots < max(REQUESTS_MIN, pages):
-                state = more_slots(state, self.owners)
+                self.arrays = more_slots(self.arrays, self.owners)
             else:
                 self._forget_oldest()
+
+    def _make_room(self, blocks: int) -> None:
+        """Of blocks and curves."""
+        state = self.arrays
+        count = state.counts
         while count[layout.KNOWN] + blocks > len(state.word):
             state = more_blocks(state)
             known.rehash(state)

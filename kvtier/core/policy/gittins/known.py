@@ -15,6 +15,7 @@ from kvtier.core.policy.gittins.jit import compiled
 from kvtier.core.policy.gittins.layout import (
     BLOCK_FREE,
     BLOCK_NEXT,
+    DEPTH,
     KIDS,
     KNOWN,
     NONE,
@@ -23,7 +24,7 @@ from kvtier.core.policy.gittins.layout import (
     State,
 )
 
-__all__ = ["find", "forget_block", "insert", "rehash"]
+__all__ = ["depths", "find", "forget_block", "insert", "path_to", "rehash"]
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT: Final = np.uint64(32)
@@ -70,6 +71,7 @@ def insert(state: State, word: np.uint64, parent: int, owner: int) -> int:
     state.block[block, PARENT] = parent
     state.block[block, OWNER] = owner
     state.block[block, KIDS] = 0
+    state.block[block, DEPTH] = 0 if parent == NONE else state.block[parent, DEPTH] + 1
     _place(state, block)
     return block
 
@@ -105,3 +107,23 @@ def rehash(state: State) -> None:
     for block in range(len(state.word)):
         if state.block[block, OWNER] != NONE:
             _place(state, block)
+
+
+@compiled
+def path_to(state: State, block: int) -> npt.NDArray[np.uint64]:
+    """The words of the blocks up to this one, from the first; none for NONE."""
+    n = 0 if block == NONE else state.block[block, DEPTH] + 1
+    words = np.empty(n, np.uint64)
+    for at in range(n - 1, -1, -1):
+        words[at] = state.word[block]
+        block = state.block[block, PARENT]
+    return words
+
+
+@compiled
+def depths(state: State, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]:
+    """The position of each of these known blocks in its path."""
+    found = np.empty(len(words), np.int32)
+    for i in range(len(words)):
+        found[i] = state.block[find(state.table, state.word, words[i]), DEPTH]
+    return found

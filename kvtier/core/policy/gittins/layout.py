@@ -42,14 +42,18 @@ ROW_TAIL: Final = 33  # last row of its pages in the tier, or NONE
 ROW_COUNT: Final = 34
 ROW_AT: Final = 35
 SHADOW_TAIL: Final = 36  # block at SHADOW_END - 1
-SLOT_COLUMNS: Final = 37
+HINT: Final = 37  # what was said of its return: UNSAID, ENDED, or the bin of age that it comes in
+SLOT_COLUMNS: Final = 38
+UNSAID: Final = -1
+ENDED: Final = -2
 
 # Columns of `block`, int32.
 OWNER: Final = 0  # slot of the request that used it last
 PARENT: Final = 1  # block before it, or NONE
 KIDS: Final = 2  # blocks after it in the learned shadow
 BLOCK_NEXT: Final = 3
-BLOCK_COLUMNS: Final = 4
+DEPTH: Final = 4  # blocks before it: its position in every path that it is in
+BLOCK_COLUMNS: Final = 5
 
 # Places of `counts`, int64.
 OLDEST: Final = 0  # number of the oldest request that is remembered
@@ -143,7 +147,7 @@ def make_state(seed: int) -> State:
 
 def _blank_slots(slots: int) -> npt.NDArray[np.int32]:
     blank = np.zeros((slots, SLOT_COLUMNS), np.int32)
-    blank[:, [SHADOW_AT, ROW_AT, ROW_TAIL, LEAF, SHADOW_TAIL]] = NONE
+    blank[:, [SHADOW_AT, ROW_AT, ROW_TAIL, LEAF, SHADOW_TAIL, HINT]] = NONE
     blank[:, RUN_CURVE : RUN_CURVE + RUNS_MAX] = NONE
     return blank
 

@@ -15,15 +15,11 @@ import numpy.typing as npt
 from kvtier.core.policy.gittins.jit import compiled
 from kvtier.core.policy.gittins.layout import (
     IS_LRU,
-    LEAF,
-    LENGTH,
     NEXT,
     NONE,
     NOW,
     OLDEST,
     ORPHANS,
-    OWNER,
-    PARENT,
     POOL,
     ROW_AT,
     ROW_COUNT,
@@ -37,8 +33,8 @@ from kvtier.core.policy.gittins.segments import slot_of, worth
 from kvtier.core.policy.gittins.shadow import SAMPLES, random_below
 
 __all__ = [
-    "BEFORE", "LINKS", "PLACE", "SLOT", "Pages", "join", "leave_list", "locate", "oldest_row",
-    "orphan", "pick", "relist", "unlink",
+    "BEFORE", "LINKS", "PLACE", "SLOT", "Pages", "chains", "join", "leave_list", "locate",
+    "oldest_row", "orphan", "pick", "relist", "unlink",
 ]  # fmt: skip
 
 # Columns of `link`.
@@ -48,6 +44,7 @@ SLOT: Final = 2  # slot of its request; _ORPHAN for ORPHANS, 0: not here
 PLACE: Final = 3  # its position in the path
 LINKS: Final = 4
 _ORPHAN: Final = -1
+_MARKED: Final = -(1 << 31)
 
 
 class Pages(NamedTuple):
@@ -166,15 +163,39 @@ def locate(
 
 
 @compiled
-def position_of(state: State, block: int) -> int:
-    """The position of a known block in the path of the request that used it last."""
-    slot = state.block[block, OWNER]
-    place: int = state.slot[slot, LENGTH] - 1
-    at = state.slot[slot, LEAF]
-    while at != block:
-        at = state.block[at, PARENT]
-        place -= 1
-    return place
+def chains(
+    link: npt.NDArray[np.int32],
+    parent: npt.NDArray[np.int32],
+    rows: npt.NDArray[np.int64],
+    ordered: npt.NDArray[np.int64],
+    begins: npt.NDArray[np.int64],
+) -> int:
+    """Rows that are in no list as pieces of chains: fills `ordered` with all of them, each piece
+    from its head to its tail and after the page before it, and `begins` with where each begins; how
+    many pieces. `parent`: the column of that name."""
+    for row in rows:
+        link[row, BEFORE], link[row, PLACE] = 0, _MARKED
+    for row in rows:
+        before = parent[row] - 1
+        if before >= 0 and link[before, PLACE] == _MARKED and link[before, SLOT] == 0:
+            link[before, BEFORE] += 1
+    pieces, end = 0, 0
+    for tail in rows:
+        if link[tail, BEFORE]:
+            continue
+        row, n = tail, 0
+        while row >= 0 and link[row, PLACE] == _MARKED and link[row, SLOT] == 0:
+            link[row, PLACE] = 0
+            ordered[end + n] = row
+            n += 1
+            row = parent[row] - 1
+        ordered[end : end + n] = ordered[end : end + n][::-1].copy()
+        begins[pieces] = end
+        pieces += 1
+        end += n
+    for row in rows:
+        link[row, BEFORE] = 0
+    return pieces
 
 
 @compiled
@@ -243,10 +264,11 @@ def _any(state: State, pages: Pages) -> int:
 
 
 @compiled
-def pick(state: State, pages: Pages) -> int:
+def pick(state: State, pages: Pages, spared: int) -> int:
     """The slot whose tail goes next, or NONE: the lowest index of a sample, or the oldest.
 
-    The request that came last is spared, because more of its pages may be about to come.
+    The request that came last is not sampled, because more of its pages may be about to come, nor
+    is that in slot `spared`.
     """
     if state.slot[ORPHANS, ROW_AT] != NONE and not _is_kept(state, pages, ORPHANS):
         return ORPHANS
@@ -270,7 +292,7 @@ def pick(state: State, pages: Pages) -> int:
         else:
             slot = listed[random_below(count, n)]
         tried += 1
-        if slot in (NONE, newest) or slots[slot, ROW_AT] == NONE:
+        if slot in (NONE, newest, spared) or slots[slot, ROW_AT] == NONE:
             continue
         row = slots[slot, ROW_TAIL]
         if children[row] or leases[row]:

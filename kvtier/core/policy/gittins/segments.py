@@ -28,8 +28,10 @@ from kvtier.core.policy.gittins.layout import (
     CLASSES,
     CURVE_FREE,
     CURVES_USED,
+    ENDED,
     FEATURE_FIRST,
     GAP,
+    HINT,
     LENGTH,
     NEXT,
     NONE,
@@ -45,13 +47,14 @@ from kvtier.core.policy.gittins.layout import (
     SHADOW_END,
     START,
     TURN,
+    UNSAID,
     State,
 )
 
 __all__ = [
     "PARTIAL", "SESSION_NEW", "SESSION_OLD", "SHARED", "SUPERSEDED", "add_run", "classify",
-    "clear_curves", "learn_use", "pass_bins", "price", "run_at", "slot_of", "supersede",
-    "sweep_curves", "worth",
+    "classify_longer", "clear_curves", "heed", "learn_use", "pass_bins", "price", "run_at",
+    "slot_of", "supersede", "sweep_curves", "worth",
 ]  # fmt: skip
 
 # Kinds of runs; of shared ones the gap classes 1 .. 12 follow. The first requests of conversations
@@ -63,6 +66,9 @@ SUPERSEDED: Final = 3
 SHARED: Final = 3
 _FIRST_TURN: Final = 16
 _GAP_TOP: Final = 12
+
+_NEVER: Final = 1e-6  # chance of reuse in a bin where none was announced
+_KEEPS_WORD: Final = 0.9  # chance of reuse in the bin that was announced
 
 _TURNS: Final = np.array([1, 2, 3, 4, 5, 7, 10, 15, 23, 41], np.int64)
 
@@ -91,6 +97,21 @@ def classify(state: State, slot: int, output: int, new: int, before: int) -> Non
     row[CLASSES + 3] = FEATURE_FIRST[4] + half + octave(new, 15)
     row[CLASSES + 4] = FEATURE_FIRST[5] + (24 if is_first else 0) + half_octave(row[LENGTH], 23)
     row[CLASSES + 5] = FEATURE_FIRST[6] + before
+
+
+@compiled
+def classify_longer(state: State, slot: int, new: int) -> None:
+    """As `classify`, of a request whose path has grown by so many new blocks."""
+    row = state.slot[slot]
+    is_first = row[TURN] == 1
+    run, begin = 0, 0
+    while run < row[RUNS]:
+        if row[RUN_KIND + run] & (_FIRST_TURN - 1) == SESSION_NEW:
+            new = max(new, row[RUN_END + run] - begin)
+        begin = row[RUN_END + run]
+        run += 1
+    row[CLASSES + 3] = FEATURE_FIRST[4] + (16 if is_first else 0) + octave(new, 15)
+    row[CLASSES + 4] = FEATURE_FIRST[5] + (24 if is_first else 0) + half_octave(row[LENGTH], 23)
 
 
 @compiled
@@ -125,6 +146,22 @@ def run_at(state: State, slot: int, position: int) -> int:
 
 
 @compiled
+def _heed(hint: int, kind: int, chance: npt.NDArray[np.float64]) -> None:
+    """What was said of the conversation's return, in place of what was learned. What others use
+    too is worth what it was, unless the conversation comes back before them."""
+    is_shared = kind > SHARED
+    if hint == ENDED:
+        if not is_shared:
+            chance[:] = _NEVER
+        return
+    for at in range(BINS):
+        if at == hint:
+            chance[at] = max(chance[at], _KEEPS_WORD)
+        elif at < hint and not is_shared:
+            chance[at] = _NEVER
+
+
+@compiled
 def price(state: State, slot: int) -> None:
     """Computes the index over age of each run, from what is known now. There must be room."""
     chance = np.empty(BINS, np.float64)
@@ -141,7 +178,18 @@ def price(state: State, slot: int) -> None:
             state.counts[CURVES_USED] += 1
             row[RUN_CURVE + run] = curve
         chances(state.slot, state.fine, state.coarse, slot, run, chance)
+        if row[HINT] != UNSAID:
+            _heed(row[HINT], row[RUN_KIND + run] & (_FIRST_TURN - 1), chance)
         fill_curve(chance, state.curve[curve])
+
+
+@compiled
+def heed(state: State, slot: int, returns_after: float) -> None:
+    """Somebody says when the conversation of a request comes back, in seconds from NOW; a negative
+    number: never. There must be room for RUNS_MAX curves."""
+    age = state.level[NOW] - state.time[slot]
+    state.slot[slot, HINT] = ENDED if returns_after < 0 else int(age_place(age + returns_after))
+    price(state, slot)
 
 
 @compiled
@@ -232,6 +280,7 @@ def supersede(state: State, slot: int) -> None:
     """A later request of the conversation has left what is after START behind."""
     row = state.slot[slot]
     kind = SUPERSEDED + (_FIRST_TURN if row[TURN] == 1 else 0)
+    row[HINT] = UNSAID
     is_left = False
     for run in range(row[RUNS]):
         if row[RUN_END + run] > row[START]:

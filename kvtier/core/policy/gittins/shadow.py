@@ -46,7 +46,10 @@ from kvtier.core.policy.gittins.layout import (
 )
 from kvtier.core.policy.gittins.segments import run_at, slot_of, worth
 
-__all__ = ["SAMPLES", "compare", "leave", "list_in", "list_out", "random_below", "trim", "trim_lru"]
+__all__ = [
+    "SAMPLES", "compare", "go_on", "leave", "list_in", "list_out", "random_below", "trim",
+    "trim_lru",
+]  # fmt: skip
 
 SAMPLES: Final = 64
 _HALF_LIFE: Final = 2000.0  # requests
@@ -193,3 +196,10 @@ def compare(state: State, blocks: int) -> None:
     if (not is_lru and lead < _GIVES_UP_AT * weight) or (is_lru and lead > 0.0):
         state.counts[IS_LRU] = 1 - is_lru
         state.counts[SWITCHES] += 1
+
+
+@compiled
+def go_on(state: State, blocks: int) -> None:
+    """As `compare`, after so many blocks more of a request that has been compared."""
+    state.level[LEAD] += state.counts[SHADOW_HIT] - state.counts[LRU_HIT]
+    state.level[WEIGHT] += blocks
