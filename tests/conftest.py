@@ -14,8 +14,9 @@ from hypothesis import settings
 
 from kvtier.testing.leaks import leak_audit
 from tests.forks import Forker
+from tests.workers import pytest_testnodeready
 
-__all__ = ["leak_audit"]
+__all__ = ["leak_audit", "pytest_testnodeready"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

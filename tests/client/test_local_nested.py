@@ -28,8 +28,8 @@ HANG_S = 50
 METRICS = "daemon.metrics_listen=127.0.0.1:0"
 MODULES = re.compile(r"/kvtier/(client|transfer/local|packing)/")
 QUICK = {
-    *(("lookup", "get"), ("get", "lookup"), ("get", "put")),
-    *(("put", "put"), ("put", "flush"), ("left", "left")),
+    *(("lookup", "get"), ("lookup", "left"), ("get", "lookup"), ("get", "put")),
+    *(("put", "put"), ("put", "flush"), ("left", "put")),
 }
 
 
@@ -93,7 +93,7 @@ def watched():
         watcher.join()
 
 
-#: Outer and inner call: each of them, and those with the same locks. `make soak` has the others.
+#: Outer and inner call: each of them, and pairs that once failed. `make soak` has the others.
 NESTED = [
     pytest.param(outer, inner, marks=[] if (outer, inner) in QUICK else pytest.mark.soak)
     for outer in ("lookup", "get", "put", "left")
