@@ -64,6 +64,10 @@ BANNED_CALLS = {
     "yaml.load": "yaml.safe_load, or tomllib",
     "torch.load": "safetensors",
 }
+DRAWS = {
+    "bytes", "choice", "choices", "getrandbits", "permutation", "rand", "randint", "randn",
+    "randperm", "random", "randrange", "sample", "shuffle", "standard_normal", "uniform",
+}  # fmt: skip
 BANNED_MODULES = {
     "pickle": "msgpack or a fixed struct: unpickling runs code",
     "marshal": "msgpack or a fixed struct",
@@ -325,6 +329,21 @@ def test_skips_say_why() -> None:
         if reason and not node.args and not any(word.arg == "reason" for word in node.keywords):
             found.append(f"{name}:{node.lineno}")
     check(found, "a skip without a reason: say why")
+
+
+def test_every_draw_has_a_seed() -> None:
+    """So that what failed once can fail again: no draw from what a whole process shares."""
+    found = []
+    for name, node in nodes(ast.Call):
+        module, _, what = dotted(node.func).rpartition(".")
+        keywords = {word.arg for word in node.keywords}
+        shared = what in DRAWS and (
+            module in ("random", "np.random") or (module == "torch" and "generator" not in keywords)
+        )
+        unseeded = what in ("default_rng", "Random") and not (node.args or keywords)
+        if (shared or unseeded) and not name.startswith("kvtier/"):
+            found.append(f"{name}:{node.lineno}")
+    check(found, "a draw without a seed: pass a generator that has one")
 
 
 @pytest.mark.parametrize("pattern", [MACHINE_PATHS, HOSTS], ids=["machine paths", "hosts"])

@@ -132,7 +132,8 @@ def test_a_get_beside_an_fp8_put_of_large_pages(process):
         ns, big = kv.namespace(opaque(4096)), kv.namespace(large)
         keys, wide = ns.keys(range(4)), big.keys(range(16 * 2))
         ns.put(keys, random_pages(4, 4096))
-        pages = torch.randn((2, large.raw_bytes // 2)).to(torch.bfloat16)
+        generator = torch.Generator().manual_seed(2)
+        pages = torch.randn((2, large.raw_bytes // 2), generator=generator).to(torch.bfloat16)
         stored = []
         thread = threading.Thread(
             target=lambda: stored.append(big.put(wide, pages, codec=kvtier.Codec.FP8).stored)

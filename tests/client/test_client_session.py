@@ -339,7 +339,8 @@ def test_an_fp8_page_is_lossy_whatever_the_daemon_says(ns, daemon, make_pages):
 
 
 def test_many_packed_pages_in_one_message(ns, layout):
-    pages = torch.randn((300, 512)).to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(300)
+    pages = torch.randn((300, 512), generator=generator).to(torch.bfloat16)
     keys = ns.keys(range(1200))
     assert ns.put(keys, pages, codec=Codec.FP8).stored == 300
     out = torch.zeros_like(pages)
