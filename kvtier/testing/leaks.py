@@ -174,9 +174,11 @@ def _children_of_threads() -> list[str]:
 
 
 def _shared_memory() -> Iterator[_Found]:
+    """But semaphores: kvtier has none, and other programs that are killed leave theirs here."""
     if _SHM.is_dir():
         for entry in _SHM.iterdir():
-            yield ("shm", entry.name), f"shared memory {entry}"
+            if not entry.name.startswith("sem."):
+                yield ("shm", entry.name), f"shared memory {entry}"
 
 
 def _is_of_others(words: str) -> bool:

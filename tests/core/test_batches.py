@@ -28,6 +28,7 @@ from kvtier.core.slabs import SLOT_UNIT, SlabAllocator
 from kvtier.core.store import Store
 from kvtier.core.table import NO_ROW, CopyTable
 from tests.core.support import NS, RECORD, demote, key, keys, make_store, meta, put
+from tests.seeds import seeds
 
 HOLDER = 7
 SLOTS = 48
@@ -89,7 +90,7 @@ def fill(store: Store, rng: random.Random, shards: int, *, nvme: bool) -> list[i
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(3, of=12))
 def test_many_grants_take_what_as_many_single_ones_take(
     make, monkeypatch: pytest.MonkeyPatch, policy: str, seed: int
 ) -> None:
@@ -168,7 +169,7 @@ def take(store: Store, record: int, count: int, *, at_once: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(3, of=12))
 def test_many_grants_of_several_sizes_leave_what_is_in_use(
     make, monkeypatch: pytest.MonkeyPatch, policy: str, seed: int
 ) -> None:
@@ -208,7 +209,7 @@ def test_many_grants_of_several_sizes_leave_what_is_in_use(
                 store.pins.unpin(1, [ended], now=1.0)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(8, of=40))
 def test_a_seal_of_many_comes_to_what_as_many_seals_come_to(make, seed: int) -> None:
     """But for when parents were used, which is before all of a call."""
     rng = random.Random(seed)
@@ -255,7 +256,7 @@ def test_a_seal_of_many_comes_to_what_as_many_seals_come_to(make, seed: int) -> 
     assert by_page[0] == by_page[1]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(4, of=20))
 def test_an_index_of_many_at_once_equals_a_dict(seed: int) -> None:
     rng = random.Random(seed)
     table = CopyTable(600)
@@ -294,7 +295,7 @@ def test_a_lower_copy_leaves_an_index_among_others() -> None:
     assert index.copies(index.find(0, 0, key(1))) == [rows[4]]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(3, of=10))
 def test_slots_are_handed_out_and_back_as_one_by_one(seed: int) -> None:
     rng = random.Random(seed)
     together, apart = (SlabAllocator(slab_bytes=13 * SLOT_UNIT, numbers=range(5)) for _ in range(2))

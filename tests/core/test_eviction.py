@@ -56,7 +56,7 @@ def test_every_resident_page_keeps_its_parent_under_random_pressure() -> None:
     store = make_store(slots=40)
     parent_of: dict[int, int | None] = {}
     for n in range(250):
-        here = [p for p in parent_of if present(store, [p])]
+        here = present(store, list(parent_of))
         parent = int(rng.choice(here)) if here and rng.random() < 0.8 else None
         parent_of[n] = parent
         put(store, n, parent)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.core.gittins_support import buckets, index, layout
+from tests.seeds import seeds
 
 BINS, EDGES = layout.BINS, buckets.EDGES
 age_place, fill_curve, read_curve = buckets.age_place, index.fill_curve, index.read_curve
@@ -59,7 +60,7 @@ def test_equal_chances_in_every_bin_are_worth_less_with_age() -> None:
             assert hits_a_second(curve[begin]) == pytest.approx(0.3 / (width * 0.85), rel=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, of=20))
 def test_any_chances_have_the_index_of_the_best_horizon(seed: int) -> None:
     rng = np.random.default_rng(seed)
     chance = rng.beta(0.3, 2.0, BINS)

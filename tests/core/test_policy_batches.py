@@ -11,10 +11,11 @@ from kvtier.core.policy import POLICIES
 from kvtier.core.policy.lru import Clock
 from kvtier.core.table import NO_ROW, CopyTable
 from tests.core.support import key, take_row
+from tests.seeds import seeds
 
 
 @pytest.mark.parametrize("policy", ["arc", "s3-fifo"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, of=6))
 def test_to_evict_is_to_name_and_to_forget(policy: str, seed: int) -> None:
     rng = random.Random(f"{policy} {seed}")
     found: list[list[int]] = []
@@ -51,7 +52,7 @@ def test_to_evict_is_to_name_and_to_forget(policy: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, of=6))
 def test_pages_that_come_together_are_as_pages_that_come_one_by_one(policy: str, seed: int) -> None:
     rng = random.Random(f"{policy} {seed}")
     state = rng.getstate()

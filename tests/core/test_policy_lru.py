@@ -11,6 +11,7 @@ from kvtier.core.page import Tier
 from kvtier.core.policy.lru import NEVER, Clock, LruTailFirst
 from kvtier.core.table import NO_ROW, CopyTable
 from tests.core.support import NS, key, keys, make_store, put, take_row
+from tests.seeds import seeds
 
 ROWS = 120
 #: Entries that one call may look at, besides those for the rows that it names.
@@ -155,7 +156,7 @@ class Both:
 
 
 @pytest.mark.parametrize("are_small", [False, True], ids=["as it is", "in tiny steps"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, of=6))
 def test_the_victims_are_those_of_the_model(
     monkeypatch: pytest.MonkeyPatch, seed: int, *, are_small: bool
 ) -> None:

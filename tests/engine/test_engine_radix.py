@@ -9,6 +9,7 @@ import pytest
 
 from kvtier_engine.cache.radix import Lock, RadixCache
 from kvtier_engine.errors import EngineInconsistent
+from tests.seeds import seeds
 
 SIZE = 4
 
@@ -128,7 +129,7 @@ def test_check_walks_the_tree() -> None:
         cache.check()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, of=20))
 def test_against_a_dictionary_of_prefixes(seed: int) -> None:
     draw = random.Random(seed)
     cache, known, page = cache_of(), dict[tuple[int, ...], int](), 0

@@ -16,6 +16,7 @@ from kvtier.errors import KeyLengthError
 from kvtier.packing import bulk_sums
 from kvtier.packing.bulk_sums import CompiledSummer, Summer, XxhashSummer, load_summer
 from kvtier.packing.checksum import bound_blocks, payload_sum
+from tests.seeds import seeds
 
 LENGTHS = [1, 16, 17, 128, 129, 240, 241, 255, 256, 1023, 1024, 1025, 1088, 4096, 65_537]
 #: From here on the target is written past the caches, in one way for each place in a line.
@@ -80,7 +81,7 @@ def test_no_pages(summer: Summer) -> None:
     assert len(summer.copy(nothing, nothing, 4096, bound_blocks([], length=4096, **NAMED))) == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, of=20))
 def test_one_flipped_bit_is_another_sum(summer: Summer, seed: int) -> None:
     rng = random.Random(seed)
     nbytes = rng.choice([241, 1000, 1024, 5000, 70_000])

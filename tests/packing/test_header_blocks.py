@@ -11,6 +11,7 @@ from kvtier.core.page import Codec, Tier
 from kvtier.errors import LimitExceeded
 from kvtier.packing.header_blocks import encode_headers
 from kvtier.packing.record import RecordHeader, decode_header, encode_header
+from tests.seeds import seeds
 
 
 def common_header(rng: np.random.Generator) -> RecordHeader:
@@ -37,7 +38,7 @@ def common_header(rng: np.random.Generator) -> RecordHeader:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, of=20))
 def test_the_bytes_are_those_of_each_page(seed: int) -> None:
     rng = np.random.default_rng(seed)
     common, count = common_header(rng), int(rng.integers(1, 40))

@@ -19,6 +19,7 @@ from kvtier_sglang.events.wire import (
     block_hash,
     encode,
 )
+from tests.seeds import seeds
 
 HOST, NVME = Tier.HOST, Tier.NVME
 SIZE = 4
@@ -126,7 +127,7 @@ def test_blocks_without_tokens_are_told_once_they_have_some(blocks):
     assert mirror.take() == [told(Medium.EXTERNAL, NAMES, None, TOKENS)]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, of=20))
 def test_a_snapshot_ends_where_the_lost_events_would_have(seed):
     """One mirror sees every change, one a part of them and then a snapshot; what each has told
     comes to the same, which is what is there.

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvtier_sglang.prefixes import HitRule, restorable
+from tests.seeds import seeds
 
 ALL, TRAILING = HitRule.ALL_PAGES, HitRule.TRAILING_PAGES
 
@@ -18,7 +19,7 @@ def by_the_letter(there, rule, window):
     return [length for length in lengths if all(there[max(0, length - max(1, window)) : length])]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, of=20))
 def test_random_pages(seed):
     chance = random.Random(seed)
     there = [chance.random() < 0.7 for _ in range(chance.randrange(40))]

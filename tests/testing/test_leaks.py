@@ -144,6 +144,13 @@ def test_a_name_in_dev_shm():
     assert found == [f"shared memory {path}"]
 
 
+def test_a_semaphore_of_another_program_is_not_ours():
+    path = Path(f"/dev/shm/sem.kvtier-test-{os.getpid()}")
+    found = left_by(path.touch)
+    path.unlink()
+    assert found == []
+
+
 SHM_USER = """
 import mmap, sys
 with open(sys.argv[1], "w+b") as file:

@@ -17,6 +17,7 @@ from kvtier.transfer.planes.deadline import DEADLINE_S_MAX, Deadline
 from kvtier.transfer.planes.streams import CHUNK_BYTES, GetRun, put_messages
 from kvtier.transfer.planes.values import Hints, OutgoingPage, PutOpening
 from kvtier.v1 import transfer_pb2 as pb
+from tests.seeds import seeds
 
 SUM = bytes(range(16))
 
@@ -111,7 +112,7 @@ def hit(length):
     return pb.GetPage(code=int(GetCode.HIT), tier=2, codec=1, length=length, payload_sum=SUM)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", seeds(10, of=50))
 def test_a_get_is_put_together_however_it_was_cut(seed):
     rng = random.Random(seed)
     datas = [rng.randbytes(rng.randrange(1, 500)) if rng.random() < 0.7 else None
