@@ -30,8 +30,7 @@ ADMIN_KEY = "admin"
 NEW_TOKENS = 12
 _READY_S = 600.0
 _ANSWER_S = 300.0
-#: What is killed before it has ended by itself leaves shared memory behind.
-_END_S = 120.0
+_END_S = 60.0
 _COMMON = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
@@ -234,8 +233,9 @@ class Server:
         if self._process is None:
             return
         # First politely: Python's own helper removes the semaphores that the others leave behind.
-        self._process.terminate()
         group = self._process.pid
+        mapped = _shared_memory(group)
+        self._process.terminate()
         until = time.monotonic() + _END_S
         while self._process.poll() is None or _has_members(group):
             if time.monotonic() > until:
@@ -245,6 +245,9 @@ class Server:
             time.sleep(0.05)
         self._process.wait(_END_S)
         self._process = None
+        for name in mapped:  # SGLang's own, which processes that are killed leave behind
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
 
     def __enter__(self) -> Server:
         try:
@@ -281,6 +284,17 @@ def _has_members(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _shared_memory(group: int) -> set[str]:
+    """Names in /dev/shm that processes of this group have mapped."""
+    found: set[str] = set()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if os.getpgid(int(entry.name)) == group:
+                maps = (entry / "maps").read_text(encoding="utf-8", errors="replace")
+                found.update(re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE))
+    return found
 
 
 def _environment(ranks: int) -> dict[str, str]:
