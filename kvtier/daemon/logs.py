@@ -76,6 +76,7 @@ EVENTS: dict[str, str] = {
     "nvme.device_unusable": "A path of nvme.paths cannot be used in this boot.",
     "nvme.device_offline": "A device failed and is left alone for a while; its pages are misses.",
     "nvme.device_online": "A device that was offline answers again; it begins empty.",
+    "nvme.device_named_again": "The file `device` of a device was gone: it is written again.",
     "nvme.io_error": "A read or write of a device failed.",
     "nvme.no_room": "No other segment can be made, for want of room or of rights.",
     "nvme.recovery": "What a start found amiss on NVMe; also in `kvtier status`.",
@@ -83,6 +84,10 @@ EVENTS: dict[str, str] = {
     "nvme.checkpoint": "A checkpoint is written.",
     "nvme.end_cut_short": "A step of the end took too long or failed; the next start reads more.",
     "nvme.journal_failed": "The daemon directory took no entry: nothing goes to NVMe meanwhile.",
+    "nvme.journal_works": "What the daemon directory refused before is written now.",
+    "nvme.state_rebuilt": "Files were taken from a running daemon: a new checkpoint is written.",
+    "daemon.state_restored": "A state file was taken from a running daemon: it is written again.",
+    "daemon.state_lost": "The daemon directory cannot be made good: nothing durable meanwhile.",
     "nvme.move_crashed": "A movement met an unexpected error; the traceback follows.",
     "rpc.traced": "A call that named the trace it belongs to (level debug).",
     "rpc.crashed": "A call met an unexpected error; the traceback follows.",
@@ -131,15 +136,19 @@ def _is_no_cut_off(record: logging.LogRecord) -> bool:
 def _facts(record: logging.LogRecord) -> dict[str, Any]:
     moment = datetime.fromtimestamp(record.created, UTC)
     message = record.getMessage()
+    # What a client's program shows without these formatters is a sentence: its event is a field.
+    event = vars(record).get("event", message)
     facts: dict[str, Any] = {
         "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         "level": record.levelname.lower(),
-        "event": message if message in EVENTS else "log",
+        "event": event if event in EVENTS else "log",
     }
-    if message not in EVENTS:
+    if event not in EVENTS:
         facts |= {"logger": record.name, "message": message}
     return facts | {
-        name: value for name, value in vars(record).items() if name not in _RECORD_FIELDS
+        name: value
+        for name, value in vars(record).items()
+        if name not in _RECORD_FIELDS and name != "event"
     }
 
 

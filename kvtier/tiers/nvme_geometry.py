@@ -31,6 +31,7 @@ __all__ = [
     "DEVICES_MAX",
     "DEVICE_SLABS_MAX",
     "DIRECTORY_ID_BYTES",
+    "GEOMETRY_FILE",
     "GEOMETRY_VERSION",
     "SEGMENT_BYTES_MIN",
     "Geometry",
@@ -66,6 +67,8 @@ _RECORD_BYTES_MIN = 8192
 
 _GEOMETRY = "geometry"
 _KIND = b"geom"
+#: Name and kind of the sealed file.
+GEOMETRY_FILE = (_GEOMETRY, _KIND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
