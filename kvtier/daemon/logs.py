@@ -2,7 +2,8 @@
 
 Every module of kvtier logs as `log.info("daemon.ready", extra={"directory": ...})`: the message is
 the event's name, `extra` its fields. Names are an interface (operators alert on them, tests wait
-for them), so all of them stand in the registry below; a test compares it with the code.
+for them), so all of them stand in the registry below; a test compares it with the code. What runs
+in other people's programs logs sentences, with the event's name as the field `event`.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class Node:
             else:
                 await asyncio.to_thread(self.directory.keep)
         except DirectoryError as error:
-            if not self._state_problem:
+            if not self._state_problem and self.durability is None:  # else that has said so
                 extra = {"error": str(error), "remedy": error.remedy}
                 log.error("daemon.state_lost", extra=extra)
             self._state_problem = f"{error}; remedy: {error.remedy}"

@@ -191,7 +191,10 @@ class Journal:
     def check(self) -> None:
         """Raises OSError unless the file of this name is still this one, with all that was written
         to it: a start finds nothing else. Any thread."""
-        found = self.path.stat()
+        try:
+            found = self.path.stat()
+        except FileNotFoundError as error:
+            raise OSError(errno.ESTALE, "it was removed") from error
         if (found.st_dev, found.st_ino) != self._identity:
             raise OSError(errno.ESTALE, "another file was put in its place")
         if found.st_size < self._written_bytes:
