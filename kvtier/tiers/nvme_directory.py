@@ -111,8 +111,10 @@ class DeviceDirectory:
 
     def remove_leftovers(self) -> None:
         for name in self.names():
-            if is_ours(name) and name.endswith(TEMPORARY_SUFFIX):
-                (self.path / name).unlink()
+            path = self.path / name
+            is_left = is_ours(name) and name.endswith(TEMPORARY_SUFFIX)
+            if is_left and not stat.S_ISDIR(path.lstat().st_mode):  # that is none of kvtier's
+                path.unlink()
 
     def close(self) -> None:
         if self._fd >= 0:
