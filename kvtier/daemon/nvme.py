@@ -35,6 +35,7 @@ from kvtier.tiers.nvme_geometry import (
     journal_bytes_max,
     slab_number,
     split_slab,
+    whole_mib,
 )
 from kvtier.tiers.nvme_recovery import Recovered, RecoveryReport, recover, remove_old
 from kvtier.transfer.mover import Mover
@@ -181,7 +182,7 @@ class NvmeService:
             yield (
                 f"nvme: records of {self.mover.too_long_bytes} bytes do not fit a segment"
                 f" ({self.devices.segment_bytes} bytes) and are never there: set nvme.bytes to"
-                f" {least} or more and start once with --discard-cache"
+                f" {whole_mib(least)} or more and start once with --discard-cache"
             )
         for health in self.devices.health.values():
             path = health.device.path
