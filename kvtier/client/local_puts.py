@@ -264,8 +264,9 @@ class LocalPuts:
     def _warn(self, event: dict[str, str], words: str, error: KvtierError) -> None:
         """Once until a writer is there again."""
         level, self._is_told = logging.DEBUG if self._is_told else logging.WARNING, True
+        # As text: a record that is kept would keep the error's frames, and so the memory.
         extra = {**event, "why": str(error), "remedy": error.remedy}
-        log.log(level, "%s: %s; %s", words, error, error.remedy, extra=extra)
+        log.log(level, "%s: %s; %s", words, str(error), error.remedy, extra=extra)
 
     def _end(self, why: str) -> None:
         channel, self._channel = self._channel, None

@@ -86,12 +86,12 @@ class DirectoryFiles:
             # A start may have read what was written and not synced, and goes on from it.
             for path in journal_paths(self._directory).values():
                 _sync(path)
+            self._learn(newest=None)  # those of before go on being needed
 
         await asyncio.to_thread(prepare)
         self._journal = await Journal.create(
             self._directory, number=number, directory_id=self._directory_id, note=self._note
         )
-        await asyncio.to_thread(self._learn)
         return self._journal
 
     async def write_checkpoint(self, snapshot: Snapshot, number: int) -> int:
@@ -101,13 +101,13 @@ class DirectoryFiles:
                 self._directory, snapshot, number=number, directory_id=self._directory_id
             )
         finally:
-            await asyncio.to_thread(self._learn)
+            await asyncio.to_thread(self._learn, newest=self._journal)
 
     async def remove_old(self) -> None:
         # The checkpoint before it is what a damaged one falls back to, and needs its journals.
         def remove() -> None:
             remove_old(self._directory, oldest_number(self._directory))
-            self._learn()
+            self._learn(newest=self._journal)
 
         await asyncio.to_thread(remove)
 
@@ -135,11 +135,12 @@ class DirectoryFiles:
                 )
         return None
 
-    def _learn(self) -> None:
-        newest = self._journal.path if self._journal is not None else None
+    def _learn(self, *, newest: Journal | None) -> None:
+        """`newest` looks after itself (`Journal.check`)."""
+        current = newest.path if newest is not None else None
         paths = [self._directory / name for name in (CHECKPOINT, CHECKPOINT_OLD)]
         with suppress(DirectoryError):  # the next look says why
-            paths += [path for path in journal_paths(self._directory).values() if path != newest]
+            paths += [path for path in journal_paths(self._directory).values() if path != current]
         found = {path: signature_of(path) for path in paths}
         self._known = {path: known for path, known in found.items() if known is not None}
 

@@ -112,8 +112,6 @@ class Tiering:
         async with asyncio.TaskGroup() as group:
             for _ in range(width):
                 group.create_task(work())
-        if self._confirm is not None and len(todo):
-            await self._confirm()
         is_durable = self._store.survey.in_tier(*scope, keys, Tier.NVME)
         if self._is_kept is not None and is_durable.any() and not await self._is_kept():
             is_durable[:] = False

@@ -92,7 +92,7 @@ def _load(device: str) -> ModuleType | None:
         fields = {"device": device, "instead": Fp8Backend.TORCH.value, "error": str(error)}
         log.warning(
             "torch packs fp8 pages, some ten times slower (%s); %s",
-            error,
+            str(error),
             wanted.remedy,
             extra={"event": "fp8.fallback", **fields, "remedy": wanted.remedy},
         )

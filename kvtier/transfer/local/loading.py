@@ -39,7 +39,7 @@ def load_kernels() -> Kernels:
         # An installation that does not fit this Python or numpy.
         log.warning(
             "numba cannot be used, the directory is searched by numpy, which is slower (%s)",
-            error,
+            str(error),
             extra={"event": "local.kernels.no_numba", "reason": str(error)},
         )
         return NumpyKernels()
