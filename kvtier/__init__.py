@@ -10,6 +10,7 @@ first used, so that neither grpc nor protobuf nor torch is paid for before it is
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,9 @@ __all__ = [
     "errors",
     "warm_up",
 ]
+
+# A program without logging of its own sees none of the library's; what happened is in `kv.local`.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _MODULES = ("aio", "errors")
 _PAGE = ("Codec", "Durability", "GetCode", "PageRef", "PutCode", "Tier")

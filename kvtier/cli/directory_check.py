@@ -6,6 +6,7 @@ is held against that. Nothing is changed, but for the lock that keeps daemons aw
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ def check_directory(path: Path, *, payloads: bool) -> DirectoryFindings:
 
     Raises InvalidConfigValue when it is none, DirectoryError when it is in use or cannot be read.
     """
-    if not (path / "format").is_file():
+    if not os.path.lexists(path / "format"):
         raise InvalidConfigValue(
             f"{path} is not a daemon directory: it has no file `format`",
             remedy="name the directory that daemon.directory of the daemon's configuration names",
@@ -141,7 +142,12 @@ def _families(path: Path, state: dict[str, Any]) -> list[Family]:
 
 def _note_leftovers(findings: DirectoryFindings) -> None:
     for item in sorted(findings.path.glob(f"*{TEMPORARY_SUFFIX}")):
-        findings.notes.append(f"{item.name} is left of a write that never ended")
+        if item.is_dir() and not item.is_symlink():
+            words = f"{item} is a directory in the place of a file"
+            findings.damage.append(words)
+            findings.refusals.append(f"{words}; remedy: Remove it, and start again.")
+        else:
+            findings.notes.append(f"{item.name} is left of a write that never ended")
 
 
 def _check_tier(
@@ -299,12 +305,20 @@ def _count_namespaces(
 
 def _read_journals(findings: DirectoryFindings, geometry: Geometry) -> None:
     for name in (CHECKPOINT, CHECKPOINT_OLD):
-        findings.checkpoints.append(read_checkpoint(findings.path / name, geometry.directory_id))
+        path = findings.path / name
+        try:
+            found = read_checkpoint(path, geometry.directory_id)
+        except DirectoryError as error:  # of the older one, which no start reads that has the newer
+            words = f"{str(error).removeprefix(f'{path} ')}; remedy: {error.remedy}"
+            found = CheckpointFile(path=path, state=CheckpointState.BAD, reason=words)
+        findings.checkpoints.append(found)
     for path in journal_paths(findings.path).values():
         try:
             findings.journals.append(read_journal(path, geometry.directory_id))
         except DirectoryError as error:
             findings.damage.append(str(error))
+            if isinstance(error.__cause__, OSError):  # a start syncs every one of them
+                findings.refusals.append(f"{error}; remedy: {error.remedy}")
 
 
 def _sum_up(findings: DirectoryFindings, recovered: Recovered, lengths: JournalLengths) -> None:
@@ -333,8 +347,9 @@ def _sum_up(findings: DirectoryFindings, recovered: Recovered, lengths: JournalL
             words = f"{paths} paths are device {number}: one is a copy"
             findings.refusals.append(f"{words}; remedy: take it out of nvme.paths")
     if findings.devices and all(number is None for number in own):
-        words = "no device can be used; remedy: check and mount them, give the daemon's user the"
-        findings.refusals.append(f"{words} right to them, or {DISCARD}")
+        known = [device.look.remedy for device in findings.devices if device.look.remedy]
+        remedy = f"check and mount them, give the daemon's user the right to them, or {DISCARD}"
+        findings.refusals.append(f"no device can be used; remedy: {(known or [remedy])[0]}")
     newest, old = findings.checkpoints
     if newest.state is CheckpointState.MISSING and old.state is CheckpointState.GOOD:
         findings.notes.append("a checkpoint was being replaced; the one before it is used")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.options import add_url, connected
 from kvtier.cli.table import table
-from kvtier.config.kinds import size_text
+from kvtier.config.kinds import rounded_size_text
 
 if TYPE_CHECKING:
     from kvtier.transfer.planes.values import (
@@ -74,14 +74,14 @@ def _lines(status: Status) -> Iterator[str]:
 _TIER = ("tier", "capacity", "ready", "used", "pages", "filling", "quarantined", "pinned")
 _POOL = ("pool", "engine", "device", "capacity", "pages", "used", "draining", "pinned", "told")
 _DEVICE = ("device", "online", "direct I/O", "capacity", "on disk", "reason")
-_NAMESPACE = ("namespace", "tenant", "model", "weights", "generation", "shards", "pages")
+_NAMESPACE = ("namespace", "tenant", "model", "weights", "generation", "shards", "copies")
 _SESSION = ("session", "client", "idle", "handles", "leases")
 
 
 def _tier(tier: TierStatus) -> tuple[str, ...]:
     return (
         _name(tier.tier),
-        size_text(tier.capacity_bytes),
+        rounded_size_text(tier.capacity_bytes),
         _share(tier.ready_bytes, tier.capacity_bytes),
         _share(tier.used_bytes, tier.capacity_bytes),
         str(tier.pages_sealed),
@@ -97,7 +97,7 @@ def _pool(told: PoolStatus) -> tuple[str, ...]:
         pool.name,
         told.client_name or "-",
         pool.device,
-        size_text(pool.pages * pool.page_bytes),
+        rounded_size_text(pool.pages * pool.page_bytes),
         str(pool.pages),
         _share(pool.held, pool.pages),
         str(pool.draining),
@@ -111,7 +111,7 @@ def _device(device: DeviceStatus) -> tuple[str, ...]:
         device.path,
         _yes_or_no(device.is_online),
         _yes_or_no(device.is_direct_io),
-        size_text(device.capacity_bytes),
+        rounded_size_text(device.capacity_bytes),
         _share(device.disk_bytes, device.capacity_bytes),
         device.reason or "-",
     )

@@ -110,6 +110,7 @@ class LocalAttachment:
         self._telling: asyncio.TimerHandle | None = None
         self._resting: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self._is_told = False  # that it is not attached
 
     @property
     def state(self) -> LocalState:
@@ -212,7 +213,8 @@ class LocalAttachment:
             return
         except Exception as error:
             # An engine must not lose a thread to its cache without a word.
-            log.exception("local.attach_crashed")
+            words = "an unexpected error while shared memory was attached; calls go over gRPC"
+            log.exception(words, extra={"event": "local.attach_crashed"})
             why = f"an unexpected error, see the log: {type(error).__name__}: {error}"
             self._failed(why, "report it; calls go over gRPC")
             return
@@ -228,7 +230,7 @@ class LocalAttachment:
                 )
                 reads = LocalReads(link, self._tell_soon, self._ended_soon)
                 self._standing = replace(self._standing, attached=_Attached(reads=reads, puts=puts))
-                self._pause_s = _RETRY_S
+                self._pause_s, self._is_told = _RETRY_S, False
         if is_wanted:
             self._on_loop(self._watch)
         else:
@@ -239,7 +241,12 @@ class LocalAttachment:
             self._say(why)
             self._try_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _RETRY_S_MAX)
-        log.warning("local.not_attached", extra={"why": why, "remedy": remedy})
+            # Once until it is attached again: a daemon that starts anew is asked several times.
+            level, self._is_told = logging.DEBUG if self._is_told else logging.WARNING, True
+        extra = {"event": "local.not_attached", "why": why, "remedy": remedy}
+        log.log(
+            level, "shared memory is not used, calls go over gRPC: %s; %s", why, remedy, extra=extra
+        )
 
     def _say(self, reason: str) -> None:
         self._standing = replace(self._standing, reason=reason)

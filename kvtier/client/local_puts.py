@@ -96,6 +96,7 @@ class LocalPuts:
         self._channel: LocalChannel | None = None
         self._try_at = 0.0
         self._pause_s = _RETRY_S
+        self._is_told = False  # that there is no writer
         self._used_at = 0.0
         self._is_closed = False
         self.reason = "nothing was put yet"
@@ -185,7 +186,8 @@ class LocalPuts:
             self._end(str(error))
         except KvtierError as error:
             self._end(str(error))
-            log.warning("local.writer_lost", extra={"why": str(error), "remedy": error.remedy})
+            words = "a put by shared memory broke off and goes over gRPC"
+            self._warn({"event": "local.writer_lost"}, words, error)
         self._tally.add(stored=put.stored, existed=put.existed, timed_out=put.timed_out)
         return put.left
 
@@ -253,10 +255,18 @@ class LocalPuts:
                 )
             except KvtierError as error:
                 self._end(str(error))
-                log.warning("local.no_writer", extra={"why": str(error), "remedy": error.remedy})
+                words = "puts go over gRPC, not by shared memory"
+                self._warn({"event": "local.no_writer"}, words, error)
             else:
-                self._pause_s = _RETRY_S
+                self._pause_s, self._is_told = _RETRY_S, False
         return self._channel
+
+    def _warn(self, event: dict[str, str], words: str, error: KvtierError) -> None:
+        """Once until a writer is there again."""
+        level, self._is_told = logging.DEBUG if self._is_told else logging.WARNING, True
+        # As text: a record that is kept would keep the error's frames, and so the memory.
+        extra = {**event, "why": str(error), "remedy": error.remedy}
+        log.log(level, "%s: %s; %s", words, str(error), error.remedy, extra=extra)
 
     def _end(self, why: str) -> None:
         channel, self._channel = self._channel, None

@@ -29,6 +29,7 @@ __all__ = [
     "Size",
     "Whole",
     "parse_listen",
+    "rounded_size_text",
     "size_text",
 ]
 
@@ -331,6 +332,14 @@ def size_text(value: int) -> str:
         if value >= factor and value % factor == 0:
             return f"{value // factor}{unit}"
     return str(value)
+
+
+def rounded_size_text(value: int) -> str:
+    """For people: with at most one decimal, 1.5GiB, 512MiB."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= factor:
+            return f"{value / factor:.1f}".removesuffix(".0") + unit
+    return f"{value}B"
 
 
 def _toml_text(value: str) -> str:

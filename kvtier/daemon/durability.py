@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,23 +23,11 @@ import numpy.typing as npt
 from kvtier.core.page import Tier
 from kvtier.core.snapshots import TierImage
 from kvtier.core.store import Store
+from kvtier.daemon.directory_files import DirectoryFiles, JournalFile, StateFiles
 from kvtier.errors import DirectoryError
 from kvtier.tiers.crash_points import crash_point
-from kvtier.tiers.nvme_checkpoint import oldest_number, write_checkpoint
-from kvtier.tiers.nvme_journal import (
-    Delete,
-    Drop,
-    Entry,
-    Journal,
-    Mark,
-    journal_paths,
-    remove_unused,
-)
-from kvtier.tiers.nvme_lengths import LengthNote
-from kvtier.tiers.nvme_recovery import remove_old
+from kvtier.tiers.nvme_journal import Delete, Drop, Entry, Mark
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
-from kvtier.tiers.nvme_state import unwritable
-from kvtier.tiers.plain_file import opened_plain
 
 __all__ = ["DirectoryFiles", "Durability", "JournalFile", "StateFiles"]
 
@@ -53,70 +38,6 @@ _AFTER_FAILURE_S = 5.0
 
 #: (fingerprint, generation) of a namespace number, or None once it was bumped or deleted.
 NameOf = Callable[[int], "tuple[bytes, int] | None"]
-
-
-class StateFiles(Protocol):
-    """Where journal and checkpoints lie. All raise DirectoryError."""
-
-    async def create_journal(self, number: int) -> JournalFile: ...
-
-    async def write_checkpoint(self, snapshot: Snapshot, number: int) -> int:
-        """Makes it the newest; its bytes."""
-
-    async def remove_old(self) -> None:
-        """Journals that no start can need any more."""
-
-
-class JournalFile(Protocol):
-    """See nvme_journal.Journal."""
-
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def failed(self) -> bool: ...
-    async def append(self, entries: Sequence[Entry], *, sync: bool) -> None: ...
-    async def close(self) -> None: ...
-
-
-class DirectoryFiles:
-    """StateFiles in the daemon directory."""
-
-    def __init__(self, directory: Path, directory_id: bytes) -> None:
-        self._directory = directory
-        self._directory_id = directory_id
-        self._note = LengthNote(directory, directory_id)
-
-    async def create_journal(self, number: int) -> JournalFile:
-        def prepare() -> None:
-            remove_unused(self._directory, number)
-            # A start may have read what was written and not synced, and goes on from it.
-            for path in journal_paths(self._directory).values():
-                _sync(path)
-
-        await asyncio.to_thread(prepare)
-        return await Journal.create(
-            self._directory, number=number, directory_id=self._directory_id, note=self._note
-        )
-
-    async def write_checkpoint(self, snapshot: Snapshot, number: int) -> int:
-        return await write_checkpoint(
-            self._directory, snapshot, number=number, directory_id=self._directory_id
-        )
-
-    async def remove_old(self) -> None:
-        # The checkpoint before it is what a damaged one falls back to, and needs its journals.
-        def remove() -> None:
-            remove_old(self._directory, oldest_number(self._directory))
-
-        await asyncio.to_thread(remove)
-
-
-def _sync(path: Path) -> None:
-    try:
-        with opened_plain(path) as file:
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
 class Durability:
@@ -145,6 +66,9 @@ class Durability:
         self._owed: dict[int, int] = {}
         self._marking: dict[int, asyncio.Task[None]] = {}
         self._checkpointing = asyncio.Lock()
+        self._healing = asyncio.Lock()
+        # What keeps things from being made durable: by the last look, and by the last write.
+        self._look_problem = self._write_problem = ""
         self._checkpoint_at = time.monotonic()
         self._checkpoint_took_s = 0.0
         self.checkpoints = 0
@@ -153,6 +77,11 @@ class Durability:
     @property
     def journal_bytes(self) -> int:
         return self._journal.size_bytes if self._journal is not None else 0
+
+    @property
+    def problem(self) -> str:
+        """Why nothing, or less, is made durable at present, and the remedy; "" if nothing is."""
+        return self._look_problem or self._write_problem
 
     @property
     def has_changes(self) -> bool:
@@ -217,13 +146,40 @@ class Durability:
             # The store has them no more: a checkpoint says so in less room than their keys take.
             await self.checkpoint()
         elif entries:
-            await self._append(entries)
+            try:
+                await self._append(entries)
+            except DirectoryError:
+                if not self._can_checkpoint:
+                    raise
+                await self.checkpoint()
+
+    async def confirm(self) -> None:
+        """Returns when the files are there that a start needs to find what was made durable. What
+        somebody took away, replaced or cut short is written anew: the small files as they were, all
+        others as a new checkpoint with a new journal. Raises DirectoryError when that fails.
+        """
+        try:
+            if await self._amiss() is not None:
+                async with self._healing:
+                    await self._heal()
+        except DirectoryError as error:
+            self._tell(error, of_look=True)
+            raise
+        self._tell(None, of_look=True)
 
     async def checkpoint(self) -> None:
         """Makes the present copies on NVMe the base that a restart begins with.
 
         Raises DirectoryError; then the journals before it stay, and a restart needs them.
         """
+        try:
+            await self._checkpoint()
+        except DirectoryError as error:
+            self._tell(error)
+            raise
+        self._tell(None)
+
+    async def _checkpoint(self) -> None:
         async with self._checkpointing:
             started = time.monotonic()
             number = self._number + 1
@@ -258,6 +214,7 @@ class Durability:
         """A checkpoint, if the last one is old enough, or what a restart would have to read since
         it has become much: the journal, or the slots of marked segments. Raises DirectoryError."""
         is_broken = self._journal is not None and self._journal.failed
+        is_broken = is_broken or bool(self._write_problem)
         if not self.has_changes and not is_broken:
             return
         age_s = time.monotonic() - self._checkpoint_at
@@ -282,7 +239,43 @@ class Durability:
                 "the journal of the NVMe tier is not open",
                 remedy="The daemon is ending: do it again when it is back.",
             )
-        await self._journal.append(entries, sync=True)
+        try:
+            await self._journal.append(entries, sync=True)
+        except DirectoryError as error:
+            self._tell(error)
+            raise
+
+    async def _amiss(self) -> DirectoryError | None:
+        """What only a checkpoint makes good, if anything is. Raises DirectoryError."""
+        while True:
+            journal = self._journal
+            # While files come and go by a checkpoint, only the journal can be judged.
+            is_resting = not self._checkpointing.locked()
+            error = await self._files.amiss(journal, only_journal=not is_resting)
+            if self._journal is journal and (is_resting != self._checkpointing.locked()):
+                return error
+
+    async def _heal(self) -> None:
+        error = await self._amiss()  # those who waited here find it done
+        if error is None:
+            return
+        if not self._can_checkpoint:
+            raise error
+        log.warning("nvme.state_rebuilt", extra={"what": str(error)})
+        await self.checkpoint()
+
+    def _tell(self, error: DirectoryError | None, *, of_look: bool = False) -> None:
+        """What came of a look, or of a write; the log hears of changes alone."""
+        before = self.problem
+        words = f"{error}; remedy: {error.remedy}" if error is not None else ""
+        if of_look:
+            self._look_problem = words
+        else:
+            self._write_problem = words
+        if self.problem and self.problem != before and error is not None:
+            log.error("nvme.journal_failed", extra={"error": str(error), "remedy": error.remedy})
+        elif before and not self.problem:
+            log.info("nvme.journal_works", extra={"before": before})
 
     async def _mark(self, slab: int, record_bytes: int) -> None:
         number = self._number

@@ -2,7 +2,8 @@
 
 Every module of kvtier logs as `log.info("daemon.ready", extra={"directory": ...})`: the message is
 the event's name, `extra` its fields. Names are an interface (operators alert on them, tests wait
-for them), so all of them stand in the registry below; a test compares it with the code.
+for them), so all of them stand in the registry below; a test compares it with the code. What runs
+in other people's programs logs sentences, with the event's name as the field `event`.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ EVENTS: dict[str, str] = {
     "nvme.device_unusable": "A path of nvme.paths cannot be used in this boot.",
     "nvme.device_offline": "A device failed and is left alone for a while; its pages are misses.",
     "nvme.device_online": "A device that was offline answers again; it begins empty.",
+    "nvme.device_named_again": "The file `device` of a device was gone: it is written again.",
     "nvme.io_error": "A read or write of a device failed.",
     "nvme.no_room": "No other segment can be made, for want of room or of rights.",
     "nvme.recovery": "What a start found amiss on NVMe; also in `kvtier status`.",
@@ -83,6 +85,10 @@ EVENTS: dict[str, str] = {
     "nvme.checkpoint": "A checkpoint is written.",
     "nvme.end_cut_short": "A step of the end took too long or failed; the next start reads more.",
     "nvme.journal_failed": "The daemon directory took no entry: nothing goes to NVMe meanwhile.",
+    "nvme.journal_works": "What the daemon directory refused before is written now.",
+    "nvme.state_rebuilt": "Files were taken from a running daemon: a new checkpoint is written.",
+    "daemon.state_restored": "A state file was taken from a running daemon: it is written again.",
+    "daemon.state_lost": "The daemon directory cannot be made good: nothing durable meanwhile.",
     "nvme.move_crashed": "A movement met an unexpected error; the traceback follows.",
     "rpc.traced": "A call that named the trace it belongs to (level debug).",
     "rpc.crashed": "A call met an unexpected error; the traceback follows.",
@@ -131,15 +137,19 @@ def _is_no_cut_off(record: logging.LogRecord) -> bool:
 def _facts(record: logging.LogRecord) -> dict[str, Any]:
     moment = datetime.fromtimestamp(record.created, UTC)
     message = record.getMessage()
+    # What a client's program shows without these formatters is a sentence: its event is a field.
+    event = vars(record).get("event", message)
     facts: dict[str, Any] = {
         "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         "level": record.levelname.lower(),
-        "event": message if message in EVENTS else "log",
+        "event": event if event in EVENTS else "log",
     }
-    if message not in EVENTS:
+    if event not in EVENTS:
         facts |= {"logger": record.name, "message": message}
     return facts | {
-        name: value for name, value in vars(record).items() if name not in _RECORD_FIELDS
+        name: value
+        for name, value in vars(record).items()
+        if name not in _RECORD_FIELDS and name != "event"
     }
 
 

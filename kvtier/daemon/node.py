@@ -35,7 +35,7 @@ from kvtier.daemon.registry import Registry
 from kvtier.daemon.scrub import Scrubber, ScrubParts
 from kvtier.daemon.sessions import Session, Sessions
 from kvtier.daemon.state import DaemonDirectory
-from kvtier.errors import DaemonUnavailable, TierIOError, UnknownHandle
+from kvtier.errors import DaemonUnavailable, DirectoryError, TierIOError, UnknownHandle
 from kvtier.packing.record import HEADER_BYTES
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.mover import MoveCode
@@ -103,7 +103,9 @@ class Node:
         self.registry = Registry(parts.directory, parts.store, namespaces_max=limits.namespaces_max)
         self.nvme: NvmeService | None = None
         if parts.nvme is not None:
-            self.nvme = NvmeService(parts.nvme, self.store, self.arena, self.registry)
+            self.nvme = NvmeService(
+                parts.nvme, self.store, self.arena, self.registry, directory=self.directory
+            )
         self.unflushed = Unflushed(self.store)
         #: What deletes have to be told to: the tier's, or that of a tier that is off in this boot.
         self.durability: Durability | None = self.nvme.durability if self.nvme else None
@@ -134,6 +136,7 @@ class Node:
         #: Calls that carry it are the daemon's own and pass while it is starting.
         self.self_test_token = secrets.token_hex(16)
         self._warnings: list[str] = []
+        self._state_problem = ""
         self._counters_before = Counters()
 
     # -- limits and settings as the services need them -------------------------------------------
@@ -169,10 +172,30 @@ class Node:
         degraded = self.arena.degraded
         return [
             *self._warnings,
+            *self._state_problems(),
             *([f"host tier: {degraded}"] if degraded else []),
             *(self.nvme.warnings() if self.nvme else ()),
             *self.scrubber.problems,
         ]
+
+    def _state_problems(self) -> list[str]:
+        found = [self._state_problem, self.durability.problem if self.durability else ""]
+        return [what for what in dict.fromkeys(found) if what]
+
+    async def confirm_state(self) -> None:
+        """Looks whether the daemon directory still is what a start needs, and makes it good."""
+        try:
+            if self.durability is not None:
+                await self.durability.confirm()
+            else:
+                await asyncio.to_thread(self.directory.keep)
+        except DirectoryError as error:
+            if not self._state_problem and self.durability is None:  # else that has said so
+                extra = {"error": str(error), "remedy": error.remedy}
+                log.error("daemon.state_lost", extra=extra)
+            self._state_problem = f"{error}; remedy: {error.remedy}"
+        else:
+            self._state_problem = ""
 
     def warn(self, what: str) -> None:
         self._warnings.append(what)

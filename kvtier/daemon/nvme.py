@@ -25,14 +25,17 @@ from kvtier.daemon.metrics import Samples
 from kvtier.daemon.nvme_open import DIRECT_MODES, NvmeParts
 from kvtier.daemon.registry import Registry
 from kvtier.daemon.scrub import NvmeSegments
+from kvtier.daemon.state import DaemonDirectory
 from kvtier.daemon.tiering import Tiering
 from kvtier.errors import DirectoryError, TierIOError
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import (
     DEVICE_SLABS_MAX,
+    GEOMETRY_FILE,
     journal_bytes_max,
     slab_number,
     split_slab,
+    whole_mib,
 )
 from kvtier.tiers.nvme_recovery import Recovered, RecoveryReport, recover, remove_old
 from kvtier.transfer.mover import Mover
@@ -56,14 +59,21 @@ class NvmeService:
     """The running tier. Event loop's thread."""
 
     def __init__(
-        self, parts: NvmeParts, store: Store, arena: HostArena, registry: Registry
+        self,
+        parts: NvmeParts,
+        store: Store,
+        arena: HostArena,
+        registry: Registry,
+        *,
+        directory: DaemonDirectory,
     ) -> None:
+        directory.mind(*GEOMETRY_FILE)
         config = parts.config
         self.parts = parts
         self._store = store
         self._registry = registry
         self.durability = Durability(
-            DirectoryFiles(parts.directory, parts.geometry.directory_id),
+            DirectoryFiles(parts.directory, parts.geometry.directory_id, keep=directory.keep),
             store,
             name_of=registry.name_of,
             segment_bytes=parts.geometry.segment_bytes,
@@ -79,6 +89,7 @@ class NvmeService:
             budget=WriteBudget(config.write_bytes_per_day, time.monotonic()),
             streams=config.io_threads * len(parts.tier.devices),
             confirm=self.devices.check_files,
+            is_kept=self._is_kept,
         )
         self.report: RecoveryReport | None = None
         self._clean_pause_s = 0.0
@@ -138,6 +149,8 @@ class NvmeService:
         """Copies down what there is time for, and checkpoints; pages that are lost with the
         process. `until` is in monotonic seconds; a device that hangs costs some seconds more."""
         lost = await self.tiering.flush_all(until)
+        if not await self._is_kept():
+            lost = self._store.status()[Tier.HOST].sealed  # no start finds any of them
         await self._within(_END_MOVES_S, self.tiering.close())
         await self._within(_END_SYNC_S, self.devices.sync())
         await self._within(_END_CHECKPOINT_S, self.durability.checkpoint())
@@ -169,7 +182,7 @@ class NvmeService:
             yield (
                 f"nvme: records of {self.mover.too_long_bytes} bytes do not fit a segment"
                 f" ({self.devices.segment_bytes} bytes) and are never there: set nvme.bytes to"
-                f" {least} or more and start once with --discard-cache"
+                f" {whole_mib(least)} or more and start once with --discard-cache"
             )
         for health in self.devices.health.values():
             path = health.device.path
@@ -213,6 +226,14 @@ class NvmeService:
                 for name, count in (self.report.counts() if self.report else {}).items()
             },
         }
+
+    async def _is_kept(self) -> bool:
+        """Whether a start would find what is on NVMe now."""
+        try:
+            await self.durability.confirm()
+        except DirectoryError:
+            return False  # status and log say so
+        return True
 
     # -- recovery --------------------------------------------------------------------------------
 
@@ -283,6 +304,7 @@ class NvmeService:
             await asyncio.sleep(self._clean_pause_s)
 
     async def _checkpoint_if_due(self) -> None:
-        await self.durability.checkpoint_if_due(
-            every_s=self.parts.config.checkpoint_s, slots_max=_SCAN_SLOTS_MAX
-        )
+        with suppress(DirectoryError):  # status and log say so, once
+            await self.durability.checkpoint_if_due(
+                every_s=self.parts.config.checkpoint_s, slots_max=_SCAN_SLOTS_MAX
+            )

@@ -35,6 +35,7 @@ from kvtier.tiers.nvme_geometry import (
     save_geometry,
     slab_number,
 )
+from kvtier.tiers.plain_file import NOT_A_FILE
 
 __all__ = ["DIRECT_MODES", "NvmeParts", "prepare"]
 
@@ -184,7 +185,7 @@ def _none_usable(unusable: dict[Path, str], failures: list[int]) -> DirectoryErr
         "Check and mount the devices, take them out of nvme.paths, or give up what is cached on "
         "them with `kvtier serve --discard-cache`."
     )
-    if failures[0] == errno.EINVAL:
+    if failures[0] in NOT_A_FILE:
         remedy = "Remove what is none of kvtier's, and start again."
     elif failures[0] == 0 and not path.exists():
         remedy = "Name directories in nvme.paths that the daemon's user can make and write."

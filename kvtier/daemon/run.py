@@ -54,9 +54,8 @@ CRASHED = 70
 
 _FIRST_SLAB_S = 60.0
 _POLL_S = 0.005
-_UPKEEP_S = 0.1
-_SWEEP_PAGES = 256
-_SWEEP_TURNS = 64
+_UPKEEP_S, _STATE_S = 0.1, 1.0
+_SWEEP_PAGES, _SWEEP_TURNS = 256, 64
 #: After the drain deadline, what is left is cancelled and has this long to notice.
 _CANCEL_GRACE_S = 0.5
 
@@ -216,7 +215,7 @@ async def _start_nvme(node: Node) -> None:
     if node.nvme is not None:
         await node.nvme.start()
         return
-    node.durability = await keep_deletes(node.directory.path, node.store, node.registry)
+    node.durability = await keep_deletes(node.directory, node.store, node.registry)
     if node.durability is not None:
         is_wanted = bool(node.config.nvme.paths)
         why = "no path of nvme.paths can be used" if is_wanted else "nvme.paths is empty"
@@ -362,6 +361,7 @@ def _begin_loops(node: Node) -> list[asyncio.Task[None]]:
     loops: list[tuple[str, Callable[[], Awaitable[object]], float]] = [
         ("expire", expire, _UPKEEP_S),
         ("sweep", sweep, _UPKEEP_S),
+        ("state files", node.confirm_state, _STATE_S),
     ]
     if node.forecasts.is_on:
         loops.append(("forecasts", node.forecasts.save, node.config.nvme.checkpoint_s))

@@ -145,6 +145,7 @@ class PagesService:
             await asyncio.sleep(0)
         if durability is not None:
             await durability.journal(dooms)
+            await durability.confirm()
             crash_point("delete.journalled")
         return pb.DeleteResponse(codes=codes)  # type: ignore[arg-type]
 

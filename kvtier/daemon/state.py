@@ -7,27 +7,39 @@
 
 A generation bound is durable before any generation below it is used, and a restart begins at the
 bound, so that no generation is ever used twice, whenever the process is killed. A damaged or
-missing file is an error: starting from zero would repeat generations. One thread at a time.
+missing file is an error: starting from zero would repeat generations. While the daemon runs, `keep`
+writes again what somebody took away. Safe from any thread.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from kvtier.errors import DirectoryError
-from kvtier.tiers.plain_file import open_plain, permission_remedy
-from kvtier.tiers.sealed_file import DISCARD, TEMPORARY_SUFFIX, read_sealed, write_sealed
+from kvtier.tiers.plain_file import known_remedy, open_plain
+from kvtier.tiers.sealed_file import (
+    DISCARD,
+    TEMPORARY_SUFFIX,
+    Signature,
+    read_sealed,
+    signature_of,
+    write_sealed,
+)
 
 __all__ = ["FORMAT_VERSION", "LOCAL_SOCKET", "DaemonDirectory", "new_boot_id", "open_directory"]
+
+log = logging.getLogger(__name__)
 
 #: 2: there may be an NVMe tier. A directory of version 1 is taken over.
 FORMAT_VERSION = 2
@@ -37,6 +49,7 @@ _FORMAT = "format"
 _GENERATIONS = "generations"
 _NAMESPACES = "namespaces"
 _LOCK = "lock"
+_KINDS = {_FORMAT: b"format", _GENERATIONS: b"gens", _NAMESPACES: b"names"}
 #: The local plane's, which a daemon that was killed leaves behind.
 LOCAL_SOCKET = "local.sock"
 #: What the eviction policy has learned; a start does without it.
@@ -57,6 +70,9 @@ class DaemonDirectory:
         self.path = path
         self._lock_fd = lock_fd
         self._bound = 0
+        self._lock = threading.RLock()  # for what follows, and the files themselves
+        #: The small files as they were written or read last, and how they looked then.
+        self._kept: dict[str, tuple[bytes, bytes, Signature | None]] = {}
 
     @property
     def generation_bound(self) -> int:
@@ -67,20 +83,41 @@ class DaemonDirectory:
         """Makes `bound` durable. Raises DirectoryError, and then nothing up to it may be used."""
         if bound <= self._bound:
             raise ValueError(f"generation bound {bound} does not rise above {self._bound}")
-        self._check_ours()
-        write_sealed(self.path / _GENERATIONS, b"gens", bound.to_bytes(8, "little"))
-        self._bound = bound
+        with self._lock:
+            self._check_ours()
+            self._write(_GENERATIONS, bound.to_bytes(8, "little"))
+            self._bound = bound
 
     def save_namespaces(self, state: dict[str, Any]) -> None:
         """Makes the registry durable before it returns."""
-        self._check_ours()
-        write_sealed(self.path / _NAMESPACES, b"names", msgpack.packb(state, use_bin_type=True))
+        with self._lock:
+            self._check_ours()
+            self._write(_NAMESPACES, msgpack.packb(state, use_bin_type=True))
 
     def load_namespaces(self) -> dict[str, Any]:
-        payload = read_sealed(self.path / _NAMESPACES, b"names")
+        payload = self._read(_NAMESPACES)
         if payload is None:
             raise _missing(self.path, _NAMESPACES)
         return _unpack_namespaces(self.path, payload)
+
+    def keep(self) -> None:
+        """Writes those of its files again that are not as this daemon wrote them. A stat a file
+        where nothing is amiss. Raises DirectoryError: they cannot be written, or the path leads to
+        another directory, of which nothing is known."""
+        with self._lock:
+            self._check_ours()
+            for name, (kind, payload, known) in list(self._kept.items()):
+                if known is None or signature_of(self.path / name) != known:
+                    self._write(name, payload, kind)
+                    log.warning("daemon.state_restored", extra={"path": str(self.path / name)})
+
+    def mind(self, name: str, kind: bytes) -> None:
+        """`keep` sees to this sealed file too, as it is now. Raises DirectoryError."""
+        with self._lock:
+            known = signature_of(self.path / name)
+            payload = read_sealed(self.path / name, kind)
+            if payload is not None:
+                self._kept[name] = kind, payload, known
 
     def close(self) -> None:
         if self._lock_fd >= 0:
@@ -102,22 +139,30 @@ class DaemonDirectory:
         locked = os.fstat(self._lock_fd)
         if here is None or (here.st_dev, here.st_ino) != (locked.st_dev, locked.st_ino):
             raise DirectoryError(
-                f"{self.path} is not the directory that this daemon has locked: it was removed",
-                remedy="Stop this daemon; it cannot make anything durable any more.",
+                f"{self.path} is not the directory that this daemon has locked: it was removed or "
+                f"replaced, or its file `{_LOCK}` was",
+                remedy="Put it back, or stop this daemon: it makes nothing durable meanwhile.",
             )
 
     def _prepare(self, *, read_only: bool) -> None:
         """Checks every file, or makes them in a new directory."""
         if not read_only:
             self._remove_leftovers()
-        version = read_sealed(self.path / _FORMAT, b"format")
-        generations = read_sealed(self.path / _GENERATIONS, b"gens")
-        namespaces = read_sealed(self.path / _NAMESPACES, b"names")
+        before = {name: signature_of(self.path / name) for name in _KINDS}
+        version = self._read(_FORMAT)
+        generations = self._read(_GENERATIONS)
+        namespaces = self._read(_NAMESPACES)
         if version is None:
             if read_only:
                 raise _missing(self.path, _FORMAT)
             self._make_new(generations, namespaces)
             return
+        found = {_FORMAT: version, _GENERATIONS: generations, _NAMESPACES: namespaces}
+        self._kept = {
+            name: (_KINDS[name], payload, before[name])
+            for name, payload in found.items()
+            if payload is not None
+        }
         number = int.from_bytes(version, "little")
         if len(version) != 4 or number not in _READABLE:
             raise DirectoryError(
@@ -133,7 +178,15 @@ class DaemonDirectory:
         self._bound = int.from_bytes(generations, "little")
         _unpack_namespaces(self.path, namespaces)
         if number != FORMAT_VERSION and not read_only:
-            write_sealed(self.path / _FORMAT, b"format", FORMAT_VERSION.to_bytes(4, "little"))
+            self._write(_FORMAT, FORMAT_VERSION.to_bytes(4, "little"))
+
+    def _read(self, name: str) -> bytes | None:
+        return read_sealed(self.path / name, _KINDS[name])
+
+    def _write(self, name: str, payload: bytes, kind: bytes | None = None) -> None:
+        kind = kind or _KINDS[name]
+        write_sealed(self.path / name, kind, payload)
+        self._kept[name] = kind, payload, signature_of(self.path / name)
 
     def _remove_leftovers(self) -> None:
         for leftover in self.path.glob(f"*{TEMPORARY_SUFFIX}"):
@@ -147,9 +200,9 @@ class DaemonDirectory:
         )
         if generations not in (None, bytes(8)) or namespaces not in (None, msgpack.packb({})):
             raise _missing(self.path, _FORMAT)
-        write_sealed(self.path / _GENERATIONS, b"gens", bytes(8))
-        write_sealed(self.path / _NAMESPACES, b"names", msgpack.packb({}))
-        write_sealed(self.path / _FORMAT, b"format", FORMAT_VERSION.to_bytes(4, "little"))
+        self._write(_GENERATIONS, bytes(8))
+        self._write(_NAMESPACES, msgpack.packb({}))
+        self._write(_FORMAT, FORMAT_VERSION.to_bytes(4, "little"))
 
 
 def open_directory(
@@ -195,11 +248,9 @@ def _named(path: Path, error: OSError) -> Path:
 
 
 def _remedy(path: Path, error: OSError) -> str:
-    if error.errno == errno.EINVAL:
-        return f"Remove {_named(path, error)}, which is none of kvtier's, and start again."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"Make room on the file system of {path} and start again; nothing was lost."
-    return permission_remedy(_named(path, error), error)
+    return known_remedy(_named(path, error), error)
 
 
 def _discard(path: Path) -> None:

@@ -60,10 +60,13 @@ class Tiering:
         budget: WriteBudget,
         streams: int,
         confirm: Callable[[], Awaitable[None]] | None = None,
+        is_kept: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         """`streams` is how many pages the devices take at once; `confirm` returns when copies that
-        are gone with their files are none any more."""
+        are gone with their files are none any more; `is_kept` says whether a start would find what
+        is on NVMe."""
         self._confirm = confirm
+        self._is_kept = is_kept
         self._store = store
         self._mover = mover
         self._config = config
@@ -109,7 +112,10 @@ class Tiering:
         async with asyncio.TaskGroup() as group:
             for _ in range(width):
                 group.create_task(work())
-        return self._store.survey.in_tier(*scope, keys, Tier.NVME)
+        is_durable = self._store.survey.in_tier(*scope, keys, Tier.NVME)
+        if self._is_kept is not None and is_durable.any() and not await self._is_kept():
+            is_durable[:] = False
+        return is_durable
 
     def demote(self, scope: Scope, keys: Keys) -> npt.NDArray[np.uint8]:
         """Starts to copy pages down; what was found of each (GetCode)."""

@@ -127,7 +127,12 @@ def load_summer() -> Summer:
         if _agrees(compiled):
             return compiled
         why, remedy = "the compiled sums are wrong", "delete numba's cache files (*.nbi, *.nbc)"
-    log.warning("sums.fallback", extra={"why": why, "remedy": remedy})
+    log.warning(
+        "sums of pages are made one by one, which is slower (%s); %s",
+        why,
+        remedy,
+        extra={"event": "sums.fallback", "why": why, "remedy": remedy},
+    )
     return XxhashSummer()
 
 

@@ -90,7 +90,12 @@ def _load(device: str) -> ModuleType | None:
         except MissingExtra:
             raise _missing() from error
         fields = {"device": device, "instead": Fp8Backend.TORCH.value, "error": str(error)}
-        log.warning("fp8.fallback", extra={**fields, "remedy": wanted.remedy})
+        log.warning(
+            "torch packs fp8 pages, some ten times slower (%s); %s",
+            str(error),
+            wanted.remedy,
+            extra={"event": "fp8.fallback", **fields, "remedy": wanted.remedy},
+        )
         return None
 
 

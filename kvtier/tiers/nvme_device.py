@@ -280,6 +280,7 @@ class NvmeDevice:
         try:
             before = self._segments
             self._directory.check_present()
+            self._directory.keep_identity()
             names = frozenset(self._directory.names())
             missing = [n for n in before & self._segments if segment_name(n) not in names]
             if missing:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ __all__ = [
     "read_identity",
 ]
 
+log = logging.getLogger(__name__)
+
 DEVICE_VERSION = 1
 PROBE_NAME = f"probe{TEMPORARY_SUFFIX}"
 
@@ -54,9 +57,10 @@ class DeviceIdentity:
 class DeviceDirectory:
     """An open, locked device directory; made by `open_directory`."""
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, identity: DeviceIdentity) -> None:
         self.path = path
         self._fd = fd
+        self._identity = identity
 
     def check_present(self) -> None:
         """Raises OSError (ENOENT) when the path leads to another directory, or nowhere."""
@@ -66,6 +70,21 @@ class DeviceDirectory:
         found = self.path.stat()
         if (found.st_dev, found.st_ino) != (opened.st_dev, opened.st_ino):
             raise OSError(errno.ENOENT, "the directory was replaced by another")
+
+    def keep_identity(self) -> None:
+        """Writes the file `device` again if somebody took it away or damaged it: without it no
+        start takes the pages for this daemon's. Raises OSError, also if it names another device."""
+        path = self.path / _IDENTITY
+        try:
+            found = read_identity(self.path)
+        except DirectoryError:
+            found = None
+        if found is None:
+            with _plain_errors():
+                write_sealed(path, _KIND, _identity_payload(self._identity))
+            log.warning("nvme.device_named_again", extra={"path": str(path)})
+        elif found != self._identity:
+            raise OSError(errno.ESTALE, f"its file `{_IDENTITY}` is that of another device")
 
     def names(self) -> list[str]:
         return sorted(entry.name for entry in self.path.iterdir())
@@ -92,8 +111,10 @@ class DeviceDirectory:
 
     def remove_leftovers(self) -> None:
         for name in self.names():
-            if is_ours(name) and name.endswith(TEMPORARY_SUFFIX):
-                (self.path / name).unlink()
+            path = self.path / name
+            is_left = is_ours(name) and name.endswith(TEMPORARY_SUFFIX)
+            if is_left and not stat.S_ISDIR(path.lstat().st_mode):  # that is none of kvtier's
+                path.unlink()
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -146,7 +167,7 @@ def open_directory(
         path.chmod(0o700)  # whatever the umask took away
     _check_private(path)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    directory = DeviceDirectory(path, fd)
+    directory = DeviceDirectory(path, fd, identity)
     try:
         _lock(path, fd)
         if discard:
@@ -190,13 +211,8 @@ def _lock(path: Path, fd: int) -> None:
 def _check_identity(path: Path, identity: DeviceIdentity, *, create: bool) -> None:
     found = read_identity(path)
     if found is None and create:
-        document = {
-            "version": DEVICE_VERSION,
-            "directory_id": identity.directory_id,
-            "number": identity.number,
-        }
         with _plain_errors():
-            write_sealed(path / _IDENTITY, _KIND, msgpack.packb(document, use_bin_type=True))
+            write_sealed(path / _IDENTITY, _KIND, _identity_payload(identity))
     elif found is None:
         raise DirectoryError(
             f"{path} has lost its file `{_IDENTITY}` although it was in use",
@@ -212,6 +228,16 @@ def _check_identity(path: Path, identity: DeviceIdentity, *, create: bool) -> No
             f"{path} is device {found.number} of this daemon directory, not {identity.number}",
             remedy=f"put nvme.paths back as they were, or {_DISCARD}",
         )
+
+
+def _identity_payload(identity: DeviceIdentity) -> bytes:
+    document = {
+        "version": DEVICE_VERSION,
+        "directory_id": identity.directory_id,
+        "number": identity.number,
+    }
+    payload: bytes = msgpack.packb(document, use_bin_type=True)
+    return payload
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ __all__ = [
     "DEVICES_MAX",
     "DEVICE_SLABS_MAX",
     "DIRECTORY_ID_BYTES",
+    "GEOMETRY_FILE",
     "GEOMETRY_VERSION",
     "SEGMENT_BYTES_MIN",
     "Geometry",
@@ -43,6 +44,7 @@ __all__ = [
     "segment_file_bytes",
     "slab_number",
     "split_slab",
+    "whole_mib",
 ]
 
 GEOMETRY_VERSION = 1
@@ -66,6 +68,8 @@ _RECORD_BYTES_MIN = 8192
 
 _GEOMETRY = "geometry"
 _KIND = b"geom"
+#: Name and kind of the sealed file.
+GEOMETRY_FILE = (_GEOMETRY, _KIND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +142,9 @@ def plan(cap_bytes: int, *, devices: int, segment_bytes: int, pages_max: int) ->
     if segments < 1:
         least_bytes = _with_journals(row_bytes + other_bytes(1))
         raise InvalidConfigValue(
-            f"nvme.bytes = {cap_bytes} has no room for a segment of {segment_bytes} bytes on each "
-            f"of {devices} devices and for the tier's own files",
-            remedy=f"set nvme.bytes to {least_bytes} or more, or name fewer nvme.paths",
+            f"nvme.bytes = {cap_bytes} bytes has no room for a segment of {segment_bytes} bytes on "
+            f"each of {devices} devices and for the tier's own files",
+            remedy=f"set nvme.bytes to {whole_mib(least_bytes)} or more, or name fewer nvme.paths",
         )
     return Plan(segments_per_device=segments, metadata_bytes=other_bytes(segments) + journals_bytes)
 
@@ -153,6 +157,11 @@ def _with_journals(others_bytes: int) -> int:
         others_bytes + _JOURNALS_MAX * journal_bytes_max(0),
     )
     return others_bytes + _JOURNALS_MAX * journal_bytes_max(enough)
+
+
+def whole_mib(nbytes: int) -> str:
+    """A size that a setting may have, and that is no less."""
+    return f"{-(-nbytes // (1 << 20))}MiB"
 
 
 def save_geometry(directory: Path, geometry: Geometry) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Sequence
@@ -103,6 +104,8 @@ class Journal:
         self._writer: asyncio.Task[None] | None = None
         self._failure: OSError | None = None
         self._is_closed = False
+        opened = os.fstat(file.fileno())
+        self._identity = opened.st_dev, opened.st_ino
 
     @classmethod
     async def create(
@@ -125,7 +128,7 @@ class Journal:
     ) -> Journal:
         path = directory / _name(number)
         try:
-            file = await aiofiles.open(path, "xb", buffering=0, opener=open_private)
+            file = await aiofiles.open(path, "xb", buffering=0, opener=_open_appending)
         except OSError as error:
             raise unwritable(path, error) from error
         journal = cls(file, path, number, frame_seed(directory_id, number), note=note)
@@ -185,6 +188,18 @@ class Journal:
                 await self._writer
             await self._file.close()
 
+    def check(self) -> None:
+        """Raises OSError unless the file of this name is still this one, with all that was written
+        to it: a start finds nothing else. Any thread."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError as error:
+            raise OSError(errno.ESTALE, "it was removed") from error
+        if (found.st_dev, found.st_ino) != self._identity:
+            raise OSError(errno.ESTALE, "another file was put in its place")
+        if found.st_size < self._written_bytes:
+            raise OSError(errno.ESTALE, "it was cut short")
+
     def _check_usable(self) -> None:
         if self._failure is not None:
             raise unwritable(self.path, self._failure) from self._failure
@@ -224,6 +239,7 @@ class Journal:
     def _sync(self) -> None:
         """A thread. In this order: what is noted must be true after a power cut."""
         os.fdatasync(self._file.fileno())
+        self.check()
         if self._note is not None:
             self._note.note(self.number, self._written_bytes)
 
@@ -341,6 +357,11 @@ def remove_unused(directory: Path, number: int) -> None:
         return
     except OSError as error:
         raise unwritable(path, error) from error
+
+
+def _open_appending(path: str, flags: int) -> int:
+    """What was cut off leaves the file shorter for good: no write goes past a hole."""
+    return open_private(path, flags | os.O_APPEND)
 
 
 def _name(number: int) -> str:

@@ -95,7 +95,7 @@ class LengthNote:
 
     def __init__(self, directory: Path, directory_id: bytes) -> None:
         assert len(directory_id) == DIRECTORY_ID_BYTES, directory_id
-        self._path = directory / LENGTHS
+        self.path = directory / LENGTHS
         self._directory_id = directory_id
         self._lock = threading.Lock()
         self._of: dict[int, int] | None = None  # not read yet
@@ -104,7 +104,7 @@ class LengthNote:
         """Durably notes a new journal, which is the newest now. Raises OSError, DirectoryError."""
         with self._lock:
             if self._of is None:
-                self._of = read_lengths(self._path.parent, self._directory_id).of
+                self._of = read_lengths(self.path.parent, self._directory_id).of
             # Higher ones are of a life before, whose files were all taken away.
             kept = {known: length for known, length in self._of.items() if known < number}
             self._of = kept | {number: nbytes}
@@ -121,13 +121,25 @@ class LengthNote:
                 with suppress(OSError):
                     self._write(sync=False)
 
+    def keep(self) -> None:
+        """Writes the file again if somebody took it away or cut it. Raises OSError."""
+        with self._lock:
+            if self._of is None:
+                return
+            try:
+                if self.path.stat().st_size == _BYTES:
+                    return
+            except FileNotFoundError:
+                pass
+            self._write(sync=True)
+
     def _write(self, *, sync: bool) -> None:
         assert self._of is not None
         items = sorted(self._of.items())[-_COUNT_MAX:]
         blob = _HEAD.pack(LENGTHS_MAGIC, _VERSION, len(items), self._directory_id)
         blob += b"".join(_ITEM.pack(*item) for item in items)
         blob += bytes(_BYTES - _SUM.size - len(blob))
-        fd = open_plain(self._path, os.O_WRONLY | os.O_CREAT)
+        fd = open_plain(self.path, os.O_WRONLY | os.O_CREAT)
         try:
             os.pwrite(fd, blob + _SUM.pack(_sum(blob)), 0)
             if sync:

@@ -28,6 +28,7 @@ from kvtier.tiers.nvme_segment import (
     segment_name,
     segment_number,
 )
+from kvtier.tiers.plain_file import known_remedy
 from kvtier.tiers.sealed_file import DISCARD, TEMPORARY_SUFFIX
 
 __all__ = ["DeviceLook", "SegmentReader", "look_at_device"]
@@ -36,7 +37,8 @@ __all__ = ["DeviceLook", "SegmentReader", "look_at_device"]
 @dataclass(slots=True, kw_only=True)
 class DeviceLook:
     """What lies in the directory of a device. `problem`: why nothing of it can be used, or "";
-    `is_refused`: no daemon starts with it, unless `remedy` is followed.
+    `is_refused`: no daemon starts with it, unless `remedy` is followed. Without that a `remedy` is
+    of the problem.
 
     `rejected` are files with a segment's name that are not that segment, and why; `leftovers` what
     a write that never ended left; `foreign` the names of everything that is none of kvtier's.
@@ -67,7 +69,9 @@ def look_at_device(geometry: Geometry, number: int, path: Path) -> DeviceLook:
         look.problem, look.is_refused, look.remedy = str(error), True, error.remedy
         return look
     except OSError as error:
-        look.problem = f"{path} cannot be read: {error.strerror}"
+        named = Path(error.filename) if isinstance(error.filename, str) else path
+        look.problem = f"{named} cannot be read: {error.strerror}"
+        look.remedy = known_remedy(named, error)
         return look
     if found is None:
         look.problem = f"{path} has no identity: it is not mounted, or somebody emptied it"

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import xxhash
 
 from kvtier.errors import DirectoryError
-from kvtier.tiers.plain_file import permission_remedy, read_plain
+from kvtier.tiers.plain_file import known_remedy, read_plain
 
 if TYPE_CHECKING:
     from aiofiles.threadpool.binary import AsyncFileIO
@@ -132,7 +132,7 @@ def unreadable(path: Path, error: OSError) -> DirectoryError:
     """The DirectoryError for a read that the system refused."""
     return DirectoryError(
         f"{path} cannot be read: {error.strerror}",
-        remedy=permission_remedy(path, error)
+        remedy=known_remedy(path, error)
         or "Check the disk (kernel log, SMART data) and start again; nothing was changed. "
         "If the file is gone for good, --discard-cache gives up what is cached on NVMe.",
     )
@@ -142,7 +142,7 @@ def unwritable(path: Path, error: OSError) -> DirectoryError:
     """The DirectoryError for a write that the system refused."""
     return DirectoryError(
         f"{path} cannot be written: {error.strerror}",
-        remedy=permission_remedy(path, error)
+        remedy=known_remedy(path, error, is_writing=True)
         or f"Make room on the file system of {path.parent} and start again; nothing was lost.",
     )
 

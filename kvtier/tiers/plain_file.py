@@ -16,9 +16,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-__all__ = ["check_plain", "open_plain", "opened_plain", "permission_remedy", "read_plain"]
+__all__ = [
+    "NOT_A_FILE",
+    "check_plain",
+    "known_remedy",
+    "open_plain",
+    "opened_plain",
+    "read_plain",
+]
 
 _NO_RIGHTS = frozenset((errno.EACCES, errno.EPERM))
+#: Something that is no regular file lies there, or a link that leads nowhere.
+NOT_A_FILE = frozenset((errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR))
+#: A file that was there while it was written to.
+_TAKEN_AWAY = frozenset((errno.ENOENT, errno.ESTALE))
 
 
 def open_plain(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -59,8 +70,16 @@ def read_plain(path: Path) -> bytes:
         return file.read()
 
 
-def permission_remedy(path: Path, error: OSError) -> str:
-    """What to do where rights are what is missing; "" for any other error."""
+def known_remedy(path: Path, error: OSError, *, is_writing: bool = False) -> str:
+    """What to do where the error itself says it: rights are missing, what lies there is no file,
+    or with `is_writing` it was taken away; "" for any other."""
+    if error.errno in NOT_A_FILE:
+        return f"Remove {path}, which is none of kvtier's files, and start again."
+    if error.errno in _TAKEN_AWAY and is_writing:
+        return (
+            f"Leave the files in {path.parent} alone while the daemon runs: it writes them anew "
+            "where it can."
+        )
     if error.errno not in _NO_RIGHTS:
         return ""
     return (

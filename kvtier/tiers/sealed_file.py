@@ -16,9 +16,16 @@ from pathlib import Path
 import xxhash
 
 from kvtier.errors import DirectoryError
-from kvtier.tiers.plain_file import open_plain, permission_remedy, read_plain
+from kvtier.tiers.plain_file import known_remedy, open_plain, read_plain
 
-__all__ = ["DISCARD", "TEMPORARY_SUFFIX", "read_sealed", "write_sealed"]
+__all__ = [
+    "DISCARD",
+    "TEMPORARY_SUFFIX",
+    "Signature",
+    "read_sealed",
+    "signature_of",
+    "write_sealed",
+]
 
 TEMPORARY_SUFFIX = ".tmp"
 #: The remedy for state that cannot be read any more.
@@ -49,9 +56,22 @@ def write_sealed(path: Path, kind: bytes, payload: bytes) -> None:
             temporary.unlink()
         raise DirectoryError(
             f"{path} cannot be written: {error.strerror}",
-            remedy=permission_remedy(path, error)
+            remedy=known_remedy(path, error, is_writing=True)
             or f"Make room on the file system of {path.parent}.",
         ) from error
+
+
+#: Device, inode, length and time of change of a file: what tells whether it was touched.
+Signature = tuple[int, int, int, int]
+
+
+def signature_of(path: Path) -> Signature | None:
+    """None when nothing of that name can be looked at."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def read_sealed(path: Path, kind: bytes) -> bytes | None:
@@ -63,7 +83,7 @@ def read_sealed(path: Path, kind: bytes) -> bytes | None:
     except OSError as error:
         raise DirectoryError(
             f"{path} cannot be read: {error.strerror}",
-            remedy=permission_remedy(path, error)
+            remedy=known_remedy(path, error)
             or "Check the disk (kernel log, SMART data); nothing was changed. If the file is gone "
             f"for good, {DISCARD}.",
         ) from error

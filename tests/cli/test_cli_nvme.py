@@ -116,6 +116,13 @@ def test_status_shows_the_nvme_tier(main, fake):
     assert re.search(r"\nnvme +1GiB +25 % +25 % +7 ", main("status")[1])
 
 
+def test_status_rounds_sizes(main, fake):
+    """512 MiB of slabs are never exactly that."""
+    fake.tiers.status = [admin_pb2.TierStatus(tier=2, capacity_bytes=524_272 << 10)]
+    assert "\nhost  512MiB " in main("status")[1]
+    assert json.loads(main("status", "--json")[1])["tiers"][0]["capacity_bytes"] == 524_272 << 10
+
+
 # -- verify ---------------------------------------------------------------------------------------
 
 

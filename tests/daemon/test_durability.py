@@ -78,6 +78,9 @@ class MemoryFiles:
     async def remove_old(self) -> None:
         await asyncio.sleep(0)
 
+    async def amiss(self, journal, *, only_journal: bool) -> DirectoryError | None:
+        return None
+
 
 def make_store() -> Store:
     """Two slabs in host memory, one on NVMe."""

@@ -6,6 +6,8 @@ import ast
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,13 +23,26 @@ from kvtier.daemon.metrics import METRICS, Exporter, MetricKind, Metrics, metric
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 
 
+def event_of(node: ast.AST) -> str | None:
+    """The event that a dict of fields names; its message is a sentence."""
+    if isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            is_event = isinstance(key, ast.Constant) and key.value == "event"
+            if is_event and isinstance(value, ast.Constant):
+                return str(value.value)
+    return None
+
+
 def logged_events(repo: Path) -> dict[str, str]:
-    """event -> where, for every `log.<level>("...")` in the package."""
+    """event -> where, for every `log.<level>("...")` in the package, and every field `event`."""
     found = {}
     for path in sorted((repo / "kvtier").rglob("*.py")):
         if "v1" in path.parts or "testing" in path.parts:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
+            if (event := event_of(node)) is not None:
+                found[event] = f"{path.relative_to(repo)}:{node.lineno}"
+                continue
             is_log = (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
@@ -37,6 +52,8 @@ def logged_events(repo: Path) -> dict[str, str]:
             if is_log:
                 name = node.args[0]
                 where = f"{path.relative_to(repo)}:{node.lineno}"
+                if any(event_of(part) for part in ast.walk(node)):
+                    continue
                 assert isinstance(name, ast.Constant), f"{where}: an event is a plain name"
                 found[name.value] = where
     return found
@@ -213,3 +230,18 @@ def test_the_exporter_gives_everything_back(metrics):
             Exporter(metrics.registry, "127.0.0.1", exporter.port)
     finally:
         exporter.close()
+
+
+def test_an_event_of_the_library_is_a_sentence_with_a_field(lines):
+    text = lines(LogFormat.LOGFMT)
+    words = {"event": "local.not_attached", "why": "no socket"}
+    logging.getLogger("kvtier.test").warning("shared memory is not used: no socket", extra=words)
+    (line,) = text().splitlines()
+    assert line.endswith('level=warning event=local.not_attached why="no socket"')
+
+
+def test_a_program_without_logging_hears_nothing_of_the_library():
+    """Python's last resort would print bare words to its standard error."""
+    script = "import logging, kvtier; logging.getLogger('kvtier.client').warning('words')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert done.stderr == b""

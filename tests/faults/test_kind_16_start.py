@@ -185,7 +185,7 @@ def test_pages_longer_than_a_segment_name_the_cap(make_daemon, connect):
         assert (given.stored, given.durable) == (1, 0)
         record = long.record_bytes
         said = f"records of {record} bytes do not fit a segment (262144 bytes) and are never there"
-        assert f"{said}: set nvme.bytes to {16 * record} or more" in warnings_of(kv)
+        assert f"{said}: set nvme.bytes to 17MiB or more" in warnings_of(kv)
         with pytest.raises(NotDurable) as caught:
             given.raise_for_refused()
         assert "nvme.bytes" in caught.value.remedy

@@ -166,7 +166,7 @@ def test_without_numba_it_says_so_once(
     try:
         with caplog.at_level(logging.WARNING):
             assert load_summer().name == load_summer().name == "xxhash"
-        assert [record.msg for record in caplog.records] == ["sums.fallback"]
+        assert [record.event for record in caplog.records] == ["sums.fallback"]
     finally:
         load_summer.cache_clear()
 
@@ -191,6 +191,6 @@ def test_compiled_code_that_is_wrong_is_not_used(
     try:
         with caplog.at_level(logging.WARNING):
             assert load_summer().name == "xxhash"
-        assert [record.msg for record in caplog.records] == ["sums.fallback"]
+        assert [record.event for record in caplog.records] == ["sums.fallback"]
     finally:
         load_summer.cache_clear()

@@ -192,6 +192,9 @@ class BootFiles:
             await self.scheduler.pause()
             self.disk.unlinked[number] = self.disk.journals.pop(number)
 
+    async def amiss(self, journal: object, *, only_journal: bool) -> None:
+        """Nobody takes files away here."""
+
     def refuse_sometimes(self, what: str) -> None:
         if self.rng.random() < self.failing:
             self.failures += 1

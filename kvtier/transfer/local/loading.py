@@ -32,16 +32,23 @@ def load_kernels() -> Kernels:
     try:
         compiled = load_compiled()
     except ModuleNotFoundError:
-        log.info("local.kernels.numpy")
+        words = "no numba: the directory is searched by numpy, which is slower"
+        log.info(words, extra={"event": "local.kernels.numpy"})
         return NumpyKernels()
     except ImportError as error:
         # An installation that does not fit this Python or numpy.
-        log.warning("local.kernels.no_numba", extra={"reason": str(error)})
+        log.warning(
+            "numba cannot be used, the directory is searched by numpy, which is slower (%s)",
+            str(error),
+            extra={"event": "local.kernels.no_numba", "reason": str(error)},
+        )
         return NumpyKernels()
     if not agrees(compiled):
+        remedy = "delete numba's cache files (*.nbi, *.nbc) of kvtier, and restart"
         log.warning(
-            "local.kernels.stale_cache",
-            extra={"remedy": "delete numba's cache files (*.nbi, *.nbc) of kvtier, and restart"},
+            "the directory's compiled loops do not do what numpy does and are not used; %s",
+            remedy,
+            extra={"event": "local.kernels.stale_cache", "remedy": remedy},
         )
         return NumpyKernels()
     return compiled
