@@ -262,6 +262,9 @@ class Devices:
         slabs = [slab_number(health.device.number, local) for local in sorted(health.segments)]
         lost = self._store.room.close(Tier.NVME, slabs)
         health.lost.append(lost)
+        if len(lost):
+            # They lie on it as before: a start that finds the device finds them.
+            self._durability.wait_for({health.device.number: len(lost)})
         health.segments.clear()
         log.error(
             "nvme.device_offline",

@@ -98,6 +98,7 @@ class NvmeService:
                 remedy="Put the file back as it was, or start once with `--discard-cache`.",
             )
         pages = self._load(recovered)
+        self.durability.wait_for(recovered.waits, kept_bytes=recovered.journal_bytes)
         await self.durability.begin(
             recovered.next_number, has_base=recovered.base_number is not None
         )
@@ -238,6 +239,7 @@ class NvmeService:
             segment_bytes=tier.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
             is_expected=self._is_expected,
+            present=[device.number for device in tier.devices],
             threads=self.parts.config.io_threads,
         )
 
