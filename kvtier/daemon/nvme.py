@@ -7,6 +7,7 @@ store and the registry are there; from then on the parts run.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,6 +28,7 @@ from kvtier.daemon.registry import Registry
 from kvtier.daemon.scrub import NvmeSegments
 from kvtier.daemon.tiering import Tiering
 from kvtier.errors import DirectoryError, TierIOError
+from kvtier.tiers.base import errno_of
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import (
     DEVICE_SLABS_MAX,
@@ -176,6 +178,11 @@ class NvmeService:
             path = health.device.path
             if not health.online:
                 yield f"nvme: {path} is offline: {health.reason}"
+            elif health.read_only:
+                yield (
+                    f"nvme: {path} is read-only: its pages are served, no others go there"
+                    f" ({health.reason}); mount it writable, the daemon tries again by itself"
+                )
             elif health.reason:
                 yield f"nvme: {path} cannot grow: {health.reason}"
             if health.device.io_reason:
@@ -224,7 +231,11 @@ class NvmeService:
         for device in tier.devices:
             # Where nvme.bytes is less than it was; what cannot be used takes up room as well.
             for local in sorted(n for n in device.segments if n >= limit):
-                tier.remove_segment(slab_number(device.number, local))
+                try:
+                    tier.remove_segment(slab_number(device.number, local))
+                except TierIOError as error:
+                    if errno_of(error) != errno.EROFS:  # there it stays, and is not used
+                        raise
             # What has a number that no segment can have is nothing of kvtier's: it stays.
             rejected = sorted(device.rejected_segments)
             for local in [n for n in rejected if limit <= n < DEVICE_SLABS_MAX]:
@@ -235,7 +246,7 @@ class NvmeService:
             self.parts.directory,
             directory_id=self.parts.geometry.directory_id,
             tier=tier,
-            slabs=tier.slabs(),
+            slabs=self._slabs(),
             segment_bytes=tier.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
             is_expected=self._is_expected,
@@ -252,8 +263,13 @@ class NvmeService:
             return False
         return local not in devices[number].rejected_segments
 
+    def _slabs(self) -> list[int]:
+        """The segments that are there, within the cap."""
+        limit = self.parts.plan.segments_per_device
+        return [slab for slab in self.parts.tier.slabs() if split_slab(slab)[1] < limit]
+
     def _load(self, recovered: Recovered) -> int:
-        self.devices.adopt(self.parts.tier.slabs())
+        self.devices.adopt(self._slabs())
         numbers = {
             (family.identity.fingerprint, family.generation): family.number
             for family in self._registry.families()

@@ -152,7 +152,8 @@ def open_directory(
         if discard:
             directory.discard()
         _check_identity(path, identity, create=create)
-        directory.remove_leftovers()
+        with _read_only_is_fine():
+            directory.remove_leftovers()
     except (DirectoryError, OSError):
         directory.close()
         raise
@@ -212,6 +213,16 @@ def _check_identity(path: Path, identity: DeviceIdentity, *, create: bool) -> No
             f"{path} is device {found.number} of this daemon directory, not {identity.number}",
             remedy=f"put nvme.paths back as they were, or {_DISCARD}",
         )
+
+
+@contextlib.contextmanager
+def _read_only_is_fine() -> Iterator[None]:
+    """What a stop left half made stays where nothing can be removed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
 
 
 @contextlib.contextmanager
