@@ -34,6 +34,7 @@ class DeviceHealth:
     #: The pool of before the last failure, while a thread of it hangs in the system.
     stuck: IoPool | None = None
     segments: set[int] = field(default_factory=set)  # local numbers that are granted
+    pages_lost: int = 0  # that went with it, each time that it went offline
     occupied: set[int] = field(default_factory=set)  # and those where somebody else's file lies
     #: What its files take, as of the last change: asking a device that hangs would hang.
     disk_bytes: int = 0

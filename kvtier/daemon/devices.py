@@ -269,6 +269,7 @@ class Devices:
         health.read_only = False
         lost = self._store.room.close(Tier.NVME, self._slabs_of(health))
         health.lost.append(lost)
+        health.pages_lost += len(lost)
         if len(lost):
             # They lie on it as before: a start that finds the device finds them.
             self._durability.wait_for({health.device.number: len(lost)})

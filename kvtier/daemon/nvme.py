@@ -20,6 +20,7 @@ from kvtier.core.budget import WriteBudget
 from kvtier.core.page import KEY_BYTES, Codec, Tier
 from kvtier.core.snapshots import Copies
 from kvtier.core.store import Store
+from kvtier.daemon.device_health import DeviceHealth
 from kvtier.daemon.devices import Devices
 from kvtier.daemon.durability import DirectoryFiles, Durability
 from kvtier.daemon.metrics import Samples
@@ -28,7 +29,7 @@ from kvtier.daemon.registry import Registry
 from kvtier.daemon.scrub import NvmeSegments
 from kvtier.daemon.tiering import Tiering
 from kvtier.errors import DirectoryError, TierIOError
-from kvtier.tiers.base import errno_of
+from kvtier.tiers.base import SLOT_BYTES, errno_of
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import (
     DEVICE_SLABS_MAX,
@@ -37,6 +38,7 @@ from kvtier.tiers.nvme_geometry import (
     split_slab,
 )
 from kvtier.tiers.nvme_recovery import Recovered, RecoveryReport, recover, remove_old
+from kvtier.tiers.nvme_segment import segment_name
 from kvtier.transfer.mover import Mover
 
 __all__ = ["NvmeService"]
@@ -83,6 +85,8 @@ class NvmeService:
             confirm=self.devices.check_files,
         )
         self.report: RecoveryReport | None = None
+        #: Of segments whose file was rejected: pages that the checkpoint lists there.
+        self.pages_rejected: dict[tuple[int, str], int] = {}
         self._clean_pause_s = 0.0
 
     async def start(self) -> None:
@@ -90,6 +94,9 @@ class NvmeService:
         started = time.monotonic()
         recovered = await asyncio.to_thread(self._recover)
         self.report = recovered.report
+        for slab, pages in recovered.unplaced.items():
+            number, local = split_slab(slab)
+            self.pages_rejected[number, segment_name(local)] = pages
         for what in recovered.report.warnings():
             log.warning("nvme.recovery", extra={"what": what})
         spent = self._store.snapshots.last_generation
@@ -184,13 +191,53 @@ class NvmeService:
                     f" ({health.reason}); mount it writable, the daemon tries again by itself"
                 )
             elif health.reason:
-                yield f"nvme: {path} cannot grow: {health.reason}"
+                yield f"nvme: {path} cannot grow: {health.reason}{self._too_large(health)}"
             if health.device.io_reason:
                 yield f"nvme: {path} goes through the page cache: {health.device.io_reason}"
             for what in health.device.rejected:
-                yield f"nvme: {what}"
+                name = what.partition(":")[0]
+                lost = self.pages_rejected.get((health.device.number, name), 0)
+                yield (
+                    f"nvme: {path / name}{what[len(name) :]}; its pages ({lost} were listed there)"
+                    " are misses; check the device (kernel log); the file is replaced when its"
+                    " place is needed"
+                )
+        yield from self._waiting()
         if self.report is not None:
             yield from (f"nvme: {what}" for what in self.report.warnings())
+
+    def _too_large(self, health: DeviceHealth) -> str:
+        if health.segments or "ENOSPC" not in health.reason:
+            return ""
+        return (
+            f"; a segment takes {self.devices.segment_bytes} bytes there, the 16th of a device's"
+            " share of nvme.bytes when the tier was made: free as much, or set nvme.bytes to what"
+            " the file system holds and start once with --discard-cache"
+        )
+
+    def _waiting(self) -> Iterator[str]:
+        paths = {number: str(path) for number, path in self.parts.geometry.devices}
+        online = {number for number, health in self.devices.health.items() if health.online}
+        for number, pages in sorted(self.durability.waits.items()):
+            name = f"{paths.get(number, 'a path that is not known any more')} (device {number})"
+            if number in online:
+                how = "come back with the next start"
+            else:
+                how = "wait for it: name it in nvme.paths, mount it, and start again"
+            yield f"nvme: about {pages} pages on {name} are misses and {how}"
+        for number, pages in sorted(self.durability.given_up.items()):
+            name = f"{paths.get(number, 'a path that is not known any more')} (device {number})"
+            yield f"nvme: about {pages} pages on {name} were given up: it was away for too long"
+
+    def path_of(self, slot: int) -> str:
+        """The directory of the device where the slot lies."""
+        number, _ = split_slab(slot // (self.devices.segment_bytes // SLOT_BYTES))
+        return str(self.devices.health[number].device.path)
+
+    def place(self, slot: int) -> str:
+        """The file of the slot, and the slot."""
+        _, local = split_slab(slot // (self.devices.segment_bytes // SLOT_BYTES))
+        return f"{self.path_of(slot)}/{segment_name(local)} slot {slot}"
 
     def readings(self) -> dict[str, Samples]:
         """Values of the metrics of this tier. Any thread."""
@@ -212,6 +259,7 @@ class NvmeService:
             },
             "kvtier_nvme_disk_bytes": {(str(h.device.path),): h.disk_bytes for h in health},
             "kvtier_nvme_device_online": {(str(h.device.path),): h.online for h in health},
+            "kvtier_nvme_lost_pages_total": {(str(h.device.path),): h.pages_lost for h in health},
             "kvtier_nvme_io_errors_total": {(): devices.io_errors},
             "kvtier_nvme_no_room_total": {(): devices.no_room},
             "kvtier_nvme_checkpoints_total": {(): durability.checkpoints},

@@ -68,8 +68,8 @@ class RecoveryReport:
 
     base: Base
     bad_checkpoints: tuple[str, ...]
-    is_lost: bool
-    why: str
+    is_lost: bool = False
+    why: str = ""
     journals: int = 0
     entries: int = 0
     bad_frames: int = 0
@@ -140,6 +140,8 @@ class Recovered:
     report: RecoveryReport
     waits: dict[int, int] = field(default_factory=dict)
     journal_bytes: int = 0
+    #: How many pages the checkpoint lists in each segment that is not there, of devices that are.
+    unplaced: dict[int, int] = field(default_factory=dict)
 
 
 def recover(
@@ -180,6 +182,7 @@ def recover(
     place = Place(slabs=frozenset(slabs), segment_bytes=segment_bytes)
     known = happenings.marks.keys() | base.classes.keys()
     gone = [slab for slab in sorted(known - place.slabs) if is_expected(slab)]
+    unplaced = _unplaced(base, place, present)
     scans, skipped = _scan(tier, happenings.marks, place, threads)
     while True:
         found = survivors(base, scans, happenings, place=place, generations=generations)
@@ -191,27 +194,36 @@ def recover(
         classes=_classes(base, happenings.marks, place),
         families=found.families,
         pages=found.pages,
-        last_generation=max(chosen.last_generation, _last_generation(base, happenings, scans)),
+        last_generation=_last_generation(chosen, base, happenings, scans),
         base_number=chosen.file.number,
         next_number=chosen.next_number,
         report=RecoveryReport(
             base=chosen.base,
             bad_checkpoints=bad_checkpoints,
-            is_lost=False,
-            why="",
             **_journal_counts(journals),
             cut=_cut(journals, chosen.lengths),
             cut_bytes=sum(chosen.lengths.lost_bytes(j.number, j.good_bytes) for j in journals),
             **_scan_counts(scans),
             **_page_counts(found),
             skipped=skipped,
-            gone=tuple(map(_gone_words, gone)),
+            gone=tuple(_gone_words(slab, unplaced.get(slab, 0)) for slab in gone),
             segments_gone=len(gone),
             forgotten=chosen.forgotten,
         ),
+        unplaced=unplaced,
         waits=_waits(chosen, happenings, present, place),
         journal_bytes=sum(journal.good_bytes for journal in journals),
     )
+
+
+def _unplaced(base: Snapshot, place: Place, present: Collection[int] | None) -> dict[int, int]:
+    """Pages that the checkpoint lists in each segment that is not there, though its device is."""
+    slabs, counts = np.unique(base.pages.slot // np.uint64(place.units), return_counts=True)
+    return {
+        slab: pages
+        for slab, pages in zip(slabs.tolist(), counts.tolist(), strict=True)
+        if slab not in place.slabs and (present is None or split_slab(slab)[0] in present)
+    }
 
 
 def _waits(
@@ -277,9 +289,11 @@ def _scan(
     return scans, tuple(result for result in results if isinstance(result, str))
 
 
-def _gone_words(slab: int) -> str:
+def _gone_words(slab: int, pages: int) -> str:
     device, local = split_slab(slab)
-    return f"{segment_name(local)} of device {device} is not there any more: its pages are misses"
+    name = f"{segment_name(local)} of device {device}"
+    count = f" ({pages} were listed there)" if pages else ""
+    return f"{name} is not there any more: its pages are misses{count}"
 
 
 def _torn(tier: TierDevice, found: Survivors, threads: int) -> frozenset[int]:
@@ -309,9 +323,12 @@ def _classes(base: Snapshot, marks: Mapping[int, int], place: Place) -> dict[int
     }
 
 
-def _last_generation(base: Snapshot, happenings: Happenings, scans: Sequence[SlabScan]) -> int:
+def _last_generation(
+    chosen: Chosen, base: Snapshot, happenings: Happenings, scans: Sequence[SlabScan]
+) -> int:
     """The highest generation of which anything tells."""
     return max(
+        chosen.last_generation,
         base.last_generation,
         int(happenings.drops.max(initial=0)),
         max((delete.bound for delete in happenings.deletes), default=0),
