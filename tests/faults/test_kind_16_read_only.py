@@ -107,3 +107,20 @@ def test_a_device_that_can_be_written_again_is_used_again(make_daemon, connect, 
     daemon.stop()
     ns = namespace(connect, daemon.start())
     assert PAGES.get(ns, [*NUMBERS, *range(91, 99)]) == [HIT] * (len(NUMBERS) + 8)
+
+
+def test_nvme_bytes_of_which_no_segment_fits(make_daemon, connect, small):
+    """The warning says so, and its remedy helps."""
+    n0 = small("rw") / "n0"
+    first = make_daemon(f"nvme.paths={n0}", "nvme.bytes=1GiB")
+    kv = connect(first.start())
+    ns = kv.namespace(PAGES.layout)
+    put = ns.put(PAGES.keys(NUMBERS), [PAGES.page(n) for n in NUMBERS], durable="nvme")
+    assert (put.stored, put.durable) == (len(NUMBERS), 0)
+    said = warnings_of(kv)
+    assert f"a segment takes {64 << 20} bytes there" in said
+    assert "set nvme.bytes to what the file system holds" in said
+    kv.close()
+    first.stop()
+    daemon = make_daemon(f"nvme.paths={n0}", "nvme.bytes=48MiB").start("--discard-cache")
+    PAGES.put(namespace(connect, daemon), NUMBERS)
