@@ -221,10 +221,10 @@ class NvmeService:
         for number, pages in sorted(self.durability.waits.items()):
             name = f"{paths.get(number, 'a path that is not known any more')} (device {number})"
             if number in online:
-                how = "come back with the next start"
+                how = "come back there with the next start"
             else:
                 how = "wait for it: name it in nvme.paths, mount it, and start again"
-            yield f"nvme: about {pages} pages on {name} are misses and {how}"
+            yield f"nvme: about {pages} pages on {name} cannot be read now and {how}"
         for number, pages in sorted(self.durability.given_up.items()):
             name = f"{paths.get(number, 'a path that is not known any more')} (device {number})"
             yield f"nvme: about {pages} pages on {name} were given up: it was away for too long"

@@ -23,11 +23,6 @@ def finds(kv, numbers, pages=PAGES) -> list[GetCode]:
     return pages.get(kv.namespace(pages.layout), numbers)
 
 
-def on_each(kv, paths) -> list[int]:
-    found = {device.path: device for device in kv.status().devices}
-    return [found[str(path)].is_online for path in paths]
-
-
 @pytest.mark.parametrize("ends_by", ["stop", "kill"])
 @pytest.mark.parametrize("began_by", ["stop", "kill"])
 def test_pages_of_a_device_left_out_of_boots_come_back(
@@ -65,6 +60,38 @@ def test_pages_of_a_device_left_out_of_boots_come_back(
     # Nothing waits any more, and all is in the newest checkpoint.
     kv = connect(both.start())
     assert finds(kv, NUMBERS) == wanted
+    assert warnings_of(kv) == ""
+
+
+@pytest.mark.parametrize("how", ["not mounted", "identity cannot be read"])
+def test_pages_of_a_device_that_a_start_could_not_use_come_back(make_daemon, connect, base, how):
+    a, b = base / "a", base / "b"
+    daemon = make_daemon(f"nvme.paths={a},{b}", *SETTINGS)
+    kv = connect(daemon.start())
+    puts(kv, NUMBERS)
+    kv.close()
+    daemon.kill()
+    if how == "not mounted":
+        a.rename(base / "away")
+        a.mkdir(mode=0o700)
+    else:
+        (a / "device").rename(base / "away")
+        (a / "device").mkdir()
+    for number in range(3):
+        kv = connect(daemon.start())
+        assert "wait for it" in warnings_of(kv)
+        assert f"{a} is not used" in warnings_of(kv)
+        puts(kv, [100 + number])
+        kv.close()
+        daemon.stop()
+    if how == "not mounted":
+        a.rmdir()
+        (base / "away").rename(a)
+    else:
+        (a / "device").rmdir()
+        (base / "away").rename(a / "device")
+    kv = connect(daemon.start())
+    assert finds(kv, [*NUMBERS, 100, 101, 102]) == [HIT] * (len(NUMBERS) + 3)
     assert warnings_of(kv) == ""
 
 

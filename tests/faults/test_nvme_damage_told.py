@@ -71,7 +71,7 @@ def test_a_device_that_was_lost_is_remembered(make_daemon, connect):
     daemon.wait_logged("nvme.device_online")
     name = f'kvtier_nvme_lost_pages_total{{path="{nv}"}}'
     assert metrics(daemon)[name] == len(NUMBERS)
-    said = f"about {len(NUMBERS)} pages on {nv} (device 0) are misses and come back with the next"
+    said = f"about {len(NUMBERS)} pages on {nv} (device 0) cannot be read now and come back there"
     assert said in warnings_of(kv)
 
 
