@@ -68,8 +68,8 @@ class RecoveryReport:
 
     base: Base
     bad_checkpoints: tuple[str, ...]
-    is_lost: bool = False
-    why: str = ""
+    is_lost: bool
+    why: str
     journals: int = 0
     entries: int = 0
     bad_frames: int = 0
@@ -169,13 +169,7 @@ def recover(
     chosen = choose(directory, directory_id, present)
     bad_checkpoints = tuple(f"{file.path.name}: {file.reason}" for file in chosen.bad)
     if chosen.file is None or chosen.file.snapshot is None or chosen.why:
-        report = RecoveryReport(
-            base=Base.NONE,
-            bad_checkpoints=bad_checkpoints,
-            is_lost=bool(chosen.why),
-            why=chosen.why,
-        )
-        return _nothing(chosen.next_number, report)
+        return _nothing(chosen, bad_checkpoints)
     base = chosen.file.snapshot
     journals = [read_journal(path, directory_id) for path in chosen.journals]
     happenings = _happenings(journals)
@@ -200,9 +194,10 @@ def recover(
         report=RecoveryReport(
             base=chosen.base,
             bad_checkpoints=bad_checkpoints,
-            **_journal_counts(journals),
+            is_lost=False,
+            why="",
+            **_journal_counts(journals, chosen.lengths),
             cut=_cut(journals, chosen.lengths),
-            cut_bytes=sum(chosen.lengths.lost_bytes(j.number, j.good_bytes) for j in journals),
             **_scan_counts(scans),
             **_page_counts(found),
             skipped=skipped,
@@ -240,14 +235,18 @@ def _waits(
     return {device: pages for device, pages in waits.items() if device not in present}
 
 
-def _nothing(next_number: int, report: RecoveryReport) -> Recovered:
+def _nothing(chosen: Chosen, bad_checkpoints: tuple[str, ...]) -> Recovered:
+    why = chosen.why
+    report = RecoveryReport(
+        base=Base.NONE, bad_checkpoints=bad_checkpoints, is_lost=bool(why), why=why
+    )
     return Recovered(
         classes={},
         families=(),
         pages=Pages.empty(),
         last_generation=0,
         base_number=None,
-        next_number=next_number,
+        next_number=chosen.next_number,
         report=report,
     )
 
@@ -336,12 +335,13 @@ def _last_generation(
     )
 
 
-def _journal_counts(journals: Sequence[JournalContents]) -> dict[str, int]:
+def _journal_counts(journals: Sequence[JournalContents], lengths: JournalLengths) -> dict[str, int]:
     return {
         "journals": len(journals),
         "entries": sum(len(journal.entries) for journal in journals),
         "bad_frames": sum(journal.bad_frames for journal in journals),
         "torn_bytes": sum(journal.torn_bytes for journal in journals),
+        "cut_bytes": sum(lengths.lost_bytes(j.number, j.good_bytes) for j in journals),
     }
 
 
