@@ -9,6 +9,7 @@ from pathlib import Path
 from kvtier.cli.finding import Finding, fail, ok, warn
 from kvtier.config import DirectIo, NvmeConfig
 from kvtier.tiers.memory import mib
+from kvtier.tiers.nvme_geometry import first_segment_bytes, segment_file_bytes
 
 __all__ = ["check_nvme"]
 
@@ -18,10 +19,11 @@ def check_nvme(config: NvmeConfig) -> list[Finding]:
     if not config.paths:
         return [ok("nvme", "off: nvme.paths names no directory")]
     share = config.bytes // len(config.paths)
-    return [_check_path(path, share, config.direct_io) for path in config.paths]
+    segment = first_segment_bytes(config.bytes, devices=len(config.paths))
+    return [_check_path(path, share, segment, config.direct_io) for path in config.paths]
 
 
-def _check_path(path: Path, share_bytes: int, direct_io: DirectIo) -> Finding:
+def _check_path(path: Path, share_bytes: int, segment_bytes: int, direct_io: DirectIo) -> Finding:
     there = next(item for item in (path, *path.parents) if item.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return fail(
@@ -32,6 +34,14 @@ def _check_path(path: Path, share_bytes: int, direct_io: DirectIo) -> Finding:
     own = sum(item.stat().st_blocks * 512 for item in path.glob("segment-*"))
     room = shutil.disk_usage(there).free + own
     found = f"{path}: {mib(room)} for a share of {mib(share_bytes)}"
+    if room < segment_file_bytes(segment_bytes):
+        return warn(
+            "nvme",
+            f"{found}, and no room for one segment: a new tier of this nvme.bytes is cut into"
+            f" segments of {mib(segment_bytes)}, a 16th of the share",
+            f"Set nvme.bytes so that the share is at most {mib(room)}, and if the tier was made"
+            " already start once with --discard-cache.",
+        )
     if room < share_bytes:
         return warn(
             "nvme",

@@ -32,6 +32,7 @@ from kvtier.tiers.nvme_checkpoint import (
 from kvtier.tiers.nvme_geometry import Geometry, load_geometry, split_slab
 from kvtier.tiers.nvme_journal import JournalContents, journal_paths, read_journal
 from kvtier.tiers.nvme_lengths import JournalLengths, read_lengths
+from kvtier.tiers.nvme_paths import with_paths
 from kvtier.tiers.nvme_reader import DeviceLook, SegmentReader, look_at_device
 from kvtier.tiers.nvme_recovery import Recovered, recover
 from kvtier.tiers.nvme_scan import SlabScan, scan_slab
@@ -153,6 +154,8 @@ def _note_leftovers(findings: DirectoryFindings) -> None:
 def _check_tier(
     findings: DirectoryFindings, geometry: Geometry, families: Sequence[Family]
 ) -> None:
+    # As a start does: two directories whose names were swapped are the devices they were.
+    geometry = with_paths(geometry, [path for _, path in geometry.devices])
     looks = [look_at_device(geometry, number, path) for number, path in geometry.devices]
     findings.devices = [DeviceFindings(look=look) for look in looks]
     reader = SegmentReader(geometry, looks)
@@ -165,6 +168,7 @@ def _check_tier(
             segment_bytes=geometry.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
             is_expected=lambda slab: _is_expected(looks, slab),
+            present=[look.number for look in looks if not look.problem],
             threads=1,
         )
         device_of = {device.look.number: device for device in findings.devices}
@@ -321,6 +325,15 @@ def _read_journals(findings: DirectoryFindings, geometry: Geometry) -> None:
                 findings.refusals.append(f"{error}; remedy: {error.remedy}")
 
 
+def _waiting(findings: DirectoryFindings, recovered: Recovered) -> list[str]:
+    places = {device.look.number: device.look.path for device in findings.devices}
+    return [
+        f"about {pages} pages wait for device {device} ({places.get(device, 'of no known path')}):"
+        " they come back with it"
+        for device, pages in sorted(recovered.waits.items())
+    ]
+
+
 def _sum_up(findings: DirectoryFindings, recovered: Recovered, lengths: JournalLengths) -> None:
     """Everything that is wrong, a line each."""
     damage = findings.damage
@@ -337,6 +350,8 @@ def _sum_up(findings: DirectoryFindings, recovered: Recovered, lengths: JournalL
             is_known = journal.number in lengths.of
             (findings.notes if is_known else damage).append(words)
     damage += [*recovered.report.cut, *recovered.report.gone]
+    damage += recovered.report.forgotten
+    findings.notes += _waiting(findings, recovered)
     if recovered.report.is_lost:
         damage.append(f"no page would come back: {recovered.report.why}")
     if recovered.report.unplaced:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvtier.core.chains import chain_heat, rows_after
 from kvtier.core.lifecycle import State
-from kvtier.core.page import Tier
+from kvtier.core.page import TIERS, Tier
 from kvtier.core.policy.lru import NEVER
 from kvtier.core.residents import Residents
 from kvtier.core.table import NO_ROW
@@ -117,9 +117,14 @@ class Placement:
         self.evicted_last += retire(rows)
 
     def _evictable(self, row: int) -> bool:
-        leases, children = self._residents.table.leases, self._residents.table.children
+        table = self._residents.table
+        leases, children = table.leases, table.children
+        allocator = self._residents.allocators[TIERS[table.tier[row]]]
+        frozen, units = allocator.frozen, allocator.slab_units
         for sibling in self._residents.shards.siblings(row):
-            if leases[sibling] or children[sibling]:
+            # From a slab that nothing can be written to a page makes no room.
+            is_frozen = bool(frozen) and table.slot[sibling] // units in frozen
+            if leases[sibling] or children[sibling] or is_frozen:
                 self._has_refused = True
                 return False
         return True
@@ -144,7 +149,8 @@ class Placement:
         equally cold ones that with the ends of chains.
         """
         table = self._residents.table
-        units = self._residents.allocators[tier].slab_units
+        allocator = self._residents.allocators[tier]
+        units = allocator.slab_units
         live = table.live("state") != State.FREE
         mine = live & (table.live("tier") == tier) & (table.live("record") != record_bytes)
         rows = np.flatnonzero(mine)
@@ -159,6 +165,9 @@ class Placement:
             ),
         )
         slabs = (table.live("slot")[rows] // np.uint64(units)).astype(np.int64)
+        if allocator.frozen:
+            slabs_frozen = np.isin(slabs, list(allocator.frozen))
+            rows, slabs = rows[~slabs_frozen], slabs[~slabs_frozen]
         numbers, places = np.unique(slabs, return_inverse=True)
         hottest = np.zeros(len(numbers), np.uint64)
         np.maximum.at(hottest, places, heat[rows])

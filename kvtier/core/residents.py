@@ -286,6 +286,10 @@ class Residents:
         allocator = self.allocators[TIERS[self.table.tier[row]]]
         return allocator.is_granted(allocator.slab_of(self.table.slot[row]))
 
+    def reconsider(self, row: int) -> None:
+        """What kept it from giving way, beside leases and pages after it, is over."""
+        self._ready(row)
+
     def _kept(self, row: int) -> None:
         """It has got a page after it."""
         self._queue_of(row).keep(row)

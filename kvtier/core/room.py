@@ -57,6 +57,24 @@ class Room:
         with self._lock:
             return self._residents.allocators[tier].can_grant(slab)
 
+    def freeze(self, tier: Tier, slabs: Sequence[int]) -> None:
+        """Nothing is stored in these granted slabs from now on; their pages are served, and none
+        gives way to a page that would not have its place."""
+        with self._lock:
+            for slab in slabs:
+                self._residents.allocators[tier].freeze(slab)
+
+    def thaw(self, tier: Tier, slabs: Sequence[int]) -> None:
+        """Slabs that were frozen are used as before."""
+        with self._lock:
+            residents = self._residents
+            for slab in slabs:
+                residents.allocators[tier].thaw(slab)
+            residents.changes += 1
+            rows, _ = self._sealed_in(tier, slabs)
+            for row in rows.tolist():
+                residents.reconsider(row)
+
     def withdraw(self, tier: Tier, slab: int) -> int:
         """Takes the slab away with every page in it; how many. What a lease names is unfindable at
         once and keeps its slot until the lease ends."""
@@ -75,14 +93,22 @@ class Room:
             closed = [slab for slab in slabs if allocator.is_granted(slab)]
             for slab in closed:
                 allocator.withdraw(slab)
-            of_tier = np.flatnonzero(table.live("tier") == tier)
-            inside = np.isin(table.live("slot")[of_tier] // np.uint64(allocator.slab_units), closed)
-            rows = of_tier[inside]
-            for row in rows[table.live("state")[rows] == State.QUARANTINED].tolist():
+            rows, others = self._sealed_in(tier, closed)
+            for row in others[table.live("state")[others] == State.QUARANTINED].tolist():
                 if row in residents.quarantine:
                     residents.quarantine.remove(row)
-            rows = rows[table.live("state")[rows] == State.SEALED]
             return Lost(rows=rows, generations=table.live("generation")[rows].copy())
+
+    def _sealed_in(
+        self, tier: Tier, slabs: Sequence[int]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(rows of pages that lie in these slabs, other rows there)"""
+        table = self._residents.table
+        units = np.uint64(self._residents.allocators[tier].slab_units)
+        of_tier = np.flatnonzero(table.live("tier") == tier)
+        rows = of_tier[np.isin(table.live("slot")[of_tier] // units, slabs)]
+        is_sealed = table.live("state")[rows] == State.SEALED
+        return rows[is_sealed], rows[~is_sealed]
 
     def clear(self, lost: Lost, pages_max: int) -> int:
         """Retires up to `pages_max` of these pages; how many it looked at. 0: all done."""

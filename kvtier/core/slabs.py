@@ -6,6 +6,8 @@ times its units, and on from there. Numbers need not follow each other (on NVMe 
 and a file of it). A slab is used only after `grant`, and no more after `withdraw`; an empty one can
 be bound to another class. Pure bookkeeping: the bytes are elsewhere. The caller holds the store's
 lock.
+
+A frozen slab keeps what is in it and gives out nothing: its files can be read and not written.
 """
 
 from __future__ import annotations
@@ -75,6 +77,8 @@ class SlabAllocator:
         self.granted = 0
         #: Slabs that were withdrawn and have slots in use still.
         self.closed: set[int] = set()
+        #: Slabs that are frozen, with their free slots.
+        self.frozen: dict[int, list[int]] = {}
 
     @property
     def slabs(self) -> int:
@@ -112,6 +116,7 @@ class SlabAllocator:
         `free_many`."""
         state = self._slabs[slab]
         assert state.granted
+        self.thaw(slab)
         state.granted = False
         self.granted -= 1
         if state.used:
@@ -120,6 +125,35 @@ class SlabAllocator:
             self._unbind(self._classes[state.record_bytes], slab)
         else:
             self._unbound.remove(slab)
+
+    def freeze(self, slab: int) -> None:
+        """From now on no slot of the granted slab is handed out; what is in it stays."""
+        state = self._slabs[slab]
+        assert state.granted
+        if slab in self.frozen:
+            return
+        if not state.record_bytes:
+            self._unbound.remove(slab)
+            self.frozen[slab] = []
+            return
+        size, units = self._classes[state.record_bytes], self._units
+        free = [slot for slot in size.given_back if slot // units == slab]
+        if size.fresh_at // units == slab:
+            free += range(size.fresh_at, size.fresh_end, size.record_bytes // SLOT_UNIT)
+        self._unbind(size, slab)
+        size.slabs.add(slab)  # it keeps its class
+        self.frozen[slab] = free
+
+    def thaw(self, slab: int) -> None:
+        """Its slots are handed out again."""
+        free = self.frozen.pop(slab, None)
+        if free is None:
+            return
+        state = self._slabs[slab]
+        if state.record_bytes:
+            self._classes[state.record_bytes].given_back.extend(free)
+        else:
+            self._unbound.append(slab)
 
     def reserve_many(self, record_bytes: int, count: int) -> list[int]:
         """Up to `count` free slots of this size, binding unbound or empty slabs when there are
@@ -145,7 +179,9 @@ class SlabAllocator:
             state = slabs[slab]
             assert state.used > 0
             state.used -= 1
-            if state.granted:
+            if slab in self.frozen:
+                self.frozen[slab].append(slot)
+            elif state.granted:
                 classes[state.record_bytes].given_back.append(slot)
             elif not state.used:
                 self.closed.discard(slab)
@@ -197,6 +233,10 @@ class SlabAllocator:
         for state in self._slabs.values():
             if not state.granted and state.used:
                 withdrawn_used += state.used * state.record_bytes
+        unbound = len(self._unbound)
+        for slab, slots in self.frozen.items():
+            free += len(slots) * self._slabs[slab].record_bytes
+            unbound += not self._slabs[slab].record_bytes
         for record_bytes, size in self._classes.items():
             slots_used = sum(self._slabs[slab].used for slab in size.slabs)
             fresh = (size.fresh_end - size.fresh_at) * SLOT_UNIT // record_bytes
@@ -206,7 +246,7 @@ class SlabAllocator:
             tails += len(size.slabs) * (self.slab_bytes % record_bytes)
         return SlabCounts(
             ungranted=(len(self._slabs) - self.granted) * self.slab_bytes - withdrawn_used,
-            unbound=len(self._unbound) * self.slab_bytes,
+            unbound=unbound * self.slab_bytes,
             used=used + withdrawn_used,
             free=free,
             tails=tails,
@@ -244,7 +284,7 @@ class SlabAllocator:
             if size is taker:
                 continue
             for slab in size.slabs:
-                if self._slabs[slab].used == 0:
+                if self._slabs[slab].used == 0 and slab not in self.frozen:
                     self._unbind(size, slab)
                     self._slabs[slab].record_bytes = 0
                     return slab

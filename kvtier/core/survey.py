@@ -100,6 +100,15 @@ class Survey:
             numbers, counts = np.unique(table.live("namespace")[sealed], return_counts=True)
             return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
 
+    def quarantined_slots(self) -> list[tuple[Tier, int]]:
+        """Where the condemned copies lie whose bytes are kept."""
+        with self._store._lock:
+            table = self._store._table
+            return [
+                (Tier(table.tier[row]), table.slot[row])
+                for row in self._store._residents.quarantine
+            ]
+
     def quarantined(self) -> list[tuple[PageRef, int, int, bytes, int, Codec]]:
         """(ref, namespace, shard, key, length, codec) of the condemned copies whose bytes are
         kept, the oldest of each tier first."""

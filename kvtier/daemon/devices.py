@@ -1,8 +1,9 @@
 """The devices of the NVMe tier as they fare: which are online, how busy, how full.
 
 A device that fails often in a row, or does not answer in time, goes offline alone: its pages are
-misses from that moment on. It is tried again after `nvme.retry_s`, and comes back empty. A device
-without room is not grown for so long; what is on it stays.
+misses from that moment on. It is tried again after `nvme.retry_s`, and comes back empty; its pages
+come back with the next start. A device without room is not grown for so long; what is on it stays.
+One that is read-only serves what is on it, and is written to again when it can be.
 
 `Devices` is what transfer/mover.py calls Lower. Event loop's thread; files are worked on by the
 threads of one pool a device.
@@ -15,13 +16,12 @@ import errno
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvtier.config import NvmeConfig
 from kvtier.core.page import Tier
-from kvtier.core.room import Lost
 from kvtier.core.store import Store
+from kvtier.daemon.device_health import DeviceHealth, check, probe
 from kvtier.daemon.durability import Durability
 from kvtier.errors import Busy, DirectoryError, TierIOError
 from kvtier.tiers.base import NO_NEW_FILES, SHORTAGE, errno_of
@@ -44,29 +44,6 @@ _IN_THE_WAY = frozenset((errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY))
 _CLOSE_WAIT_S = 2.0
 #: Pages taken out of the books between two turns for others.
 _SWEEP_PAGES = 256
-
-
-@dataclass(slots=True)
-class DeviceHealth:
-    """One device at this moment. `reason` says why it is offline or cannot grow."""
-
-    device: NvmeDevice
-    pool: IoPool
-    online: bool = True
-    reason: str = ""
-    failures: int = 0
-    retry_at: float = 0.0
-    grow_at: float = 0.0
-    writes: int = 0  # begun and ended, each counts
-    synced: int = 0  # of them, covered by a sync
-    #: The pool of before the last failure, while a thread of it hangs in the system.
-    stuck: IoPool | None = None
-    segments: set[int] = field(default_factory=set)  # local numbers that are granted
-    occupied: set[int] = field(default_factory=set)  # and those where somebody else's file lies
-    #: What its files take, as of the last change: asking a device that hangs would hang.
-    disk_bytes: int = 0
-    #: Pages that are lost with it and wait to be taken out of the books, in slices.
-    lost: list[Lost] = field(default_factory=list)
 
 
 class Devices:
@@ -131,6 +108,9 @@ class Devices:
         log.error("nvme.io_error", extra={"path": str(health.device.path), "error": str(error)})
         if errno_of(error) in SHORTAGE:
             return
+        if errno_of(error) == errno.EROFS:
+            self._set_read_only(health, str(error))
+            return
         health.failures += 1
         if errno_of(error) == errno.ENOENT or health.failures >= _FAILURES_MAX:
             self._take_offline(health, str(error))
@@ -169,6 +149,7 @@ class Devices:
             health
             for health in self.health.values()
             if health.online
+            and not health.read_only
             and now >= health.grow_at
             and len(health.segments) < self._plan.segments_per_device
         ]
@@ -191,7 +172,9 @@ class Devices:
             self._take_offline(health, "a new segment was not made in time")
         except TierIOError as error:
             health.grow_at = time.monotonic() + self._config.retry_s
-            if errno_of(error) in NO_NEW_FILES:
+            if errno_of(error) == errno.EROFS:
+                self._set_read_only(health, str(error))
+            elif errno_of(error) in NO_NEW_FILES:
                 self._cannot_grow(health, str(error))
             elif errno_of(error) in SHORTAGE:
                 health.reason = str(error)
@@ -232,11 +215,35 @@ class Devices:
         no new file serves what is there."""
         for health in self.health.values():
             try:
-                reason = await asyncio.to_thread(_probe, health)
+                refusal = await asyncio.to_thread(probe, health)
             except TierIOError as error:
                 self._take_offline(health, str(error))
             else:
-                self._cannot_grow(health, reason)
+                self._note_refusal(health, refusal)
+
+    def _note_refusal(self, health: DeviceHealth, refusal: TierIOError | None) -> None:
+        """What a probe has said of new files."""
+        if refusal is not None and errno_of(refusal) == errno.EROFS:
+            self._set_read_only(health, str(refusal))
+            return
+        if health.read_only:
+            health.read_only = False
+            self._store.room.thaw(Tier.NVME, self._slabs_of(health))
+            log.info("nvme.device_writable", extra={"path": str(health.device.path)})
+        self._cannot_grow(health, str(refusal) if refusal is not None else "")
+
+    def _set_read_only(self, health: DeviceHealth, reason: str) -> None:
+        health.reason = reason
+        health.grow_at = time.monotonic() + self._config.retry_s
+        if health.online and not health.read_only:
+            health.read_only = True
+            self._store.room.freeze(Tier.NVME, self._slabs_of(health))
+            extra = {"path": str(health.device.path), "reason": reason}
+            log.warning("nvme.device_read_only", extra=extra)
+
+    @staticmethod
+    def _slabs_of(health: DeviceHealth) -> list[int]:
+        return [slab_number(health.device.number, local) for local in sorted(health.segments)]
 
     def _cannot_grow(self, health: DeviceHealth, reason: str) -> None:
         """`reason` is "" where it can."""
@@ -259,9 +266,13 @@ class Devices:
         if not health.pool.close(0):
             health.stuck = health.pool
         health.pool = self._new_pool(health.device)
-        slabs = [slab_number(health.device.number, local) for local in sorted(health.segments)]
-        lost = self._store.room.close(Tier.NVME, slabs)
+        health.read_only = False
+        lost = self._store.room.close(Tier.NVME, self._slabs_of(health))
         health.lost.append(lost)
+        health.pages_lost += len(lost)
+        if len(lost):
+            # They lie on it as before: a start that finds the device finds them.
+            self._durability.wait_for({health.device.number: len(lost)})
         health.segments.clear()
         log.error(
             "nvme.device_offline",
@@ -283,8 +294,24 @@ class Devices:
         for health in self.health.values():
             if health.online and health.pool.longest_s(now) > self.timeout_s:
                 self._take_offline(health, f"no answer within {self.timeout_s:g} s")
+            elif health.read_only and now >= health.grow_at:
+                await self._try_writing(health)
             elif not health.online and now >= health.retry_at:
                 await self._try_again(health)
+
+    async def _try_writing(self, health: DeviceHealth) -> None:
+        health.grow_at = time.monotonic() + self._config.retry_s
+        pool = health.pool
+        try:
+            refusal = await pool.submit(IoClass.PUT, lambda: check(health)).wait(self.timeout_s)
+        except Busy:
+            return
+        except (TierIOError, TimeoutError) as error:
+            if health.pool is pool:
+                self._take_offline(health, str(error) or "no answer to a probe")
+            return
+        if health.online and health.pool is pool:
+            self._note_refusal(health, refusal)
 
     async def _try_again(self, health: DeviceHealth) -> None:
         health.retry_at = time.monotonic() + self._config.retry_s
@@ -293,8 +320,8 @@ class Devices:
                 return
             health.stuck = None
         try:
-            job = health.pool.submit(IoClass.PUT, lambda: _check(health))
-            reason = await job.wait(self.timeout_s)
+            job = health.pool.submit(IoClass.PUT, lambda: check(health))
+            refusal = await job.wait(self.timeout_s)
         except TierIOError as error:
             health.reason = str(error)
             return
@@ -305,7 +332,7 @@ class Devices:
             return
         # Those that failed late, while it was offline, say nothing of it now.
         health.online, health.failures = True, 0
-        self._cannot_grow(health, reason)
+        self._note_refusal(health, refusal)
         log.info("nvme.device_online", extra={"path": str(health.device.path)})
 
     async def check_files(self) -> None:
@@ -347,7 +374,9 @@ class Devices:
         except TimeoutError:
             self._take_offline(health, "a sync was not done in time")
         except TierIOError as error:
-            if errno_of(error) not in SHORTAGE:
+            if errno_of(error) == errno.EROFS:
+                self._set_read_only(health, str(error))
+            elif errno_of(error) not in SHORTAGE:
                 self._take_offline(health, str(error))
 
     @staticmethod
@@ -368,24 +397,3 @@ class Devices:
             name=f"kvtier-nvme{device.number}",
             queue_max=self._config.queue_pages_max,
         )
-
-
-def _probe(health: DeviceHealth) -> str:
-    """Why no new file can be made there, or "". A thread of its own. Raises TierIOError for
-    anything else that is amiss."""
-    reason = ""
-    try:
-        health.device.probe()
-    except TierIOError as error:
-        if errno_of(error) not in NO_NEW_FILES:
-            raise
-        reason = str(error)
-    health.disk_bytes = health.device.disk_bytes()
-    return reason
-
-
-def _check(health: DeviceHealth) -> str:
-    """As `_probe`, for a device that was away."""
-    reason = _probe(health)
-    health.device.look_again()
-    return reason

@@ -5,7 +5,8 @@
     forget      a record that must not come back is journalled before anybody is told that it is
                 gone
     checkpoint  a new journal is begun in the same moment that the store is copied; then the copy
-                is written; only then the journals before it go
+                is written; only then the journals before it go. While a device with pages is away,
+                the last checkpoint that has them and all journals since stay
 
 Event loop's thread; what takes time is done on others, which ask `name_of` too.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from kvtier.errors import DirectoryError
 from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.nvme_journal import Delete, Drop, Entry, Mark
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
+from kvtier.tiers.nvme_state import padded
 
 __all__ = ["DirectoryFiles", "Durability", "JournalFile", "StateFiles"]
 
@@ -35,6 +37,10 @@ log = logging.getLogger(__name__)
 
 #: Half of the least time between a checkpoint that failed and the next.
 _AFTER_FAILURE_S = 5.0
+#: While pages wait for their device: so many times longer between two checkpoints, and so many
+#: times the longest journal for all that are kept, for which the plan of the tier leaves room.
+_WAITING_EVERY = 10
+_KEPT_JOURNALS = 2
 
 #: (fingerprint, generation) of a namespace number, or None once it was bumped or deleted.
 NameOf = Callable[[int], "tuple[bytes, int] | None"]
@@ -64,6 +70,12 @@ class Durability:
         #: Older journals have to be read by a restart too, and marks in them looked into.
         self._is_owed = False
         self._owed: dict[int, int] = {}
+        #: Devices that are away or came back empty, and about how many pages each has that the
+        #: store has not: checkpoints say so, and the journals since the last that has them stay.
+        self.waits: dict[int, int] = {}
+        #: Of them, those whose pages were given up: the journals had become too long.
+        self.given_up: dict[int, int] = {}
+        self._kept_bytes = 0
         self._marking: dict[int, asyncio.Task[None]] = {}
         self._checkpointing = asyncio.Lock()
         self._healing = asyncio.Lock()
@@ -92,6 +104,14 @@ class Durability:
     def marked_slabs(self) -> dict[int, int]:
         """Slabs that a restart would have to scan, with their record size."""
         return self._owed | self._marks
+
+    def wait_for(self, waits: Mapping[int, int], *, kept_bytes: int = 0) -> None:
+        """These devices have pages that the store has no more; they come back with a start that
+        finds the device. In the same step in which the store loses them. `kept_bytes` of journals
+        are kept for that already."""
+        for device, pages in waits.items():
+            self.waits[device] = self.waits.get(device, 0) + pages
+        self._kept_bytes += kept_bytes if self.waits else 0
 
     async def begin(self, number: int, *, has_base: bool, can_checkpoint: bool = True) -> None:
         """Journals from now on, as number `number`. Raises DirectoryError.
@@ -145,13 +165,18 @@ class Durability:
         if self.journal_bytes + nbytes > self._journal_bytes_max and self._can_checkpoint:
             # The store has them no more: a checkpoint says so in less room than their keys take.
             await self.checkpoint()
-        elif entries:
-            try:
+            if not self.waits:
+                return
+        if not entries:
+            return
+        try:
+            await self._append(entries)
+        except DirectoryError:
+            if not self._can_checkpoint:
+                raise
+            await self.checkpoint()
+            if self.waits:  # which checkpoints have not
                 await self._append(entries)
-            except DirectoryError:
-                if not self._can_checkpoint:
-                    raise
-                await self.checkpoint()
 
     async def confirm(self) -> None:
         """Returns when the files are there that a start needs to find what was made durable. What
@@ -187,6 +212,8 @@ class Durability:
             # No await from here to the end of `take`: what changes before it is in the image, what
             # changes after it in the new journal.
             before, self._journal, self._number = self._journal, following, number
+            self._keep_or_give_up(before)
+            waits = dict(self.waits)
             self._owed, self._marks, self._is_owed = self._owed | self._marks, {}, True
             taken = self._store.snapshots.take(Tier.NVME)
             # Its entry waits to be written before this gives way to anybody: a later mark of the
@@ -197,7 +224,7 @@ class Durability:
                 if before is not None:
                     await before.close()
             crash_point("checkpoint.begun")
-            snapshot = await asyncio.to_thread(self._snapshot, taken)
+            snapshot = await asyncio.to_thread(self._snapshot, taken, waits)
             self.checkpoint_bytes = await self._files.write_checkpoint(snapshot, number)
             crash_point("checkpoint.renamed")
             await self._files.remove_old()
@@ -219,12 +246,28 @@ class Durability:
             return
         age_s = time.monotonic() - self._checkpoint_at
         slots = sum(self._segment_bytes // size for size in self.marked_slabs.values())
+        if self.waits:
+            # Every journal is kept: few of them; and the start that finds the device reads all.
+            every_s, slots = every_s * _WAITING_EVERY, 0
         is_much = self.journal_bytes > self._journal_bytes_max or slots > slots_max
         # However much is written, a checkpoint is at most every second one's work.
         if age_s >= every_s or ((is_much or is_broken) and age_s >= 2 * self._checkpoint_took_s):
             # One that fails leaves a journal behind: the next try is not at once.
             self._checkpoint_at, self._checkpoint_took_s = time.monotonic(), _AFTER_FAILURE_S
             await self.checkpoint()
+
+    def _keep_or_give_up(self, ended: JournalFile | None) -> None:
+        """Before a checkpoint: the journal before it is kept for devices that are away, if there is
+        room for it beside those that are kept already."""
+        if not self.waits:
+            self._kept_bytes = 0
+            return
+        if ended is not None:
+            self._kept_bytes += padded(ended.size_bytes, 4096)
+        if self._kept_bytes > _KEPT_JOURNALS * self._journal_bytes_max:
+            log.error("nvme.pages_given_up", extra={"pages_of_device": dict(self.waits)})
+            self.given_up |= self.waits
+            self.waits, self._kept_bytes = {}, 0
 
     async def close(self) -> None:
         """Returns when everything is on disk that was asked to be."""
@@ -301,7 +344,7 @@ class Durability:
             await self._append([Mark(slab, size) for slab, size in marks.items()])
             self._marks = marks | self._marks
 
-    def _snapshot(self, taken: TierImage) -> Snapshot:
+    def _snapshot(self, taken: TierImage, waits: dict[int, int]) -> Snapshot:
         """Core's image with names in place of numbers. Any thread."""
         copies = taken.copies()
         numbers, family = np.unique(copies.namespace, return_inverse=True)
@@ -326,4 +369,5 @@ class Durability:
             families=tuple(name for name in names if name is not None),
             pages=pages,
             in_flight=tuple(generation for generation, _ in taken.in_flight),
+            waits=waits,
         )

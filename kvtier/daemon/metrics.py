@@ -86,6 +86,12 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec("kvtier_nvme_bytes_total", _C, ("way",), "Bytes of records written to NVMe and read."),
     _spec("kvtier_nvme_disk_bytes", _G, ("path",), "What the files of a device take on its disk."),
     _spec("kvtier_nvme_device_online", _G, ("path",), "1 for a device that is online, else 0."),
+    _spec(
+        "kvtier_nvme_lost_pages_total",
+        _C,
+        ("path",),
+        "Pages that were misses from when their device went offline.",
+    ),
     _spec("kvtier_nvme_io_errors_total", _C, (), "Reads and writes that failed or did not end."),
     _spec("kvtier_nvme_no_room_total", _C, (), "Segments that the file system had no room for."),
     _spec("kvtier_nvme_checkpoints_total", _C, (), "Checkpoints written."),

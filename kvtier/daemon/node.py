@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -176,6 +177,7 @@ class Node:
             *([f"host tier: {degraded}"] if degraded else []),
             *(self.nvme.warnings() if self.nvme else ()),
             *self.scrubber.problems,
+            *self._quarantined(),
         ]
 
     def _state_problems(self) -> list[str]:
@@ -196,6 +198,17 @@ class Node:
             self._state_problem = f"{error}; remedy: {error.remedy}"
         else:
             self._state_problem = ""
+
+    def _quarantined(self) -> list[str]:
+        places = Counter(
+            self.nvme.path_of(slot) if tier is Tier.NVME and self.nvme else "host memory"
+            for tier, slot in self.store.survey.quarantined_slots()
+        )
+        if not places:
+            return []
+        where = ", ".join(f"{count} of {place}" for place, count in sorted(places.items()))
+        remedy = "check the device or the memory (kernel log); `kvtier quarantine list` names them"
+        return [f"quarantine: copies that failed their checks and are misses: {where}; {remedy}"]
 
     def warn(self, what: str) -> None:
         self._warnings.append(what)

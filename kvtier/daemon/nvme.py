@@ -7,6 +7,7 @@ store and the registry are there; from then on the parts run.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,6 +20,7 @@ from kvtier.core.budget import WriteBudget
 from kvtier.core.page import KEY_BYTES, Codec, Tier
 from kvtier.core.snapshots import Copies
 from kvtier.core.store import Store
+from kvtier.daemon.device_health import DeviceHealth
 from kvtier.daemon.devices import Devices
 from kvtier.daemon.durability import DirectoryFiles, Durability
 from kvtier.daemon.metrics import Samples
@@ -28,6 +30,7 @@ from kvtier.daemon.scrub import NvmeSegments
 from kvtier.daemon.state import DaemonDirectory
 from kvtier.daemon.tiering import Tiering
 from kvtier.errors import DirectoryError, TierIOError
+from kvtier.tiers.base import SLOT_BYTES, errno_of
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import (
     DEVICE_SLABS_MAX,
@@ -38,6 +41,7 @@ from kvtier.tiers.nvme_geometry import (
     whole_mib,
 )
 from kvtier.tiers.nvme_recovery import Recovered, RecoveryReport, recover, remove_old
+from kvtier.tiers.nvme_segment import segment_name
 from kvtier.transfer.mover import Mover
 
 __all__ = ["NvmeService"]
@@ -92,6 +96,8 @@ class NvmeService:
             is_kept=self._is_kept,
         )
         self.report: RecoveryReport | None = None
+        #: Of segments whose file was rejected: pages that the checkpoint lists there.
+        self.pages_rejected: dict[tuple[int, str], int] = {}
         self._clean_pause_s = 0.0
 
     async def start(self) -> None:
@@ -99,6 +105,9 @@ class NvmeService:
         started = time.monotonic()
         recovered = await asyncio.to_thread(self._recover)
         self.report = recovered.report
+        for slab, pages in recovered.unplaced.items():
+            number, local = split_slab(slab)
+            self.pages_rejected[number, segment_name(local)] = pages
         for what in recovered.report.warnings():
             log.warning("nvme.recovery", extra={"what": what})
         spent = self._store.snapshots.last_generation
@@ -109,6 +118,7 @@ class NvmeService:
                 remedy="Put the file back as it was, or start once with `--discard-cache`.",
             )
         pages = self._load(recovered)
+        self.durability.wait_for(recovered.waits, kept_bytes=recovered.journal_bytes)
         await self.durability.begin(
             recovered.next_number, has_base=recovered.base_number is not None
         )
@@ -188,14 +198,59 @@ class NvmeService:
             path = health.device.path
             if not health.online:
                 yield f"nvme: {path} is offline: {health.reason}"
+            elif health.read_only:
+                yield (
+                    f"nvme: {path} is read-only: its pages are served, no others go there"
+                    f" ({health.reason}); mount it writable, the daemon tries again by itself"
+                )
             elif health.reason:
-                yield f"nvme: {path} cannot grow: {health.reason}"
+                yield f"nvme: {path} cannot grow: {health.reason}{self._too_large(health)}"
             if health.device.io_reason:
                 yield f"nvme: {path} goes through the page cache: {health.device.io_reason}"
             for what in health.device.rejected:
-                yield f"nvme: {what}"
+                name = what.partition(":")[0]
+                lost = self.pages_rejected.get((health.device.number, name), 0)
+                yield (
+                    f"nvme: {path / name}{what[len(name) :]}; its pages ({lost} were listed there)"
+                    " are misses; check the device (kernel log); the file is replaced when its"
+                    " place is needed"
+                )
+        yield from self._waiting()
         if self.report is not None:
             yield from (f"nvme: {what}" for what in self.report.warnings())
+
+    def _too_large(self, health: DeviceHealth) -> str:
+        if health.segments or "ENOSPC" not in health.reason:
+            return ""
+        return (
+            f"; a segment takes {self.devices.segment_bytes} bytes there, the 16th of a device's"
+            " share of nvme.bytes when the tier was made: free as much, or set nvme.bytes to what"
+            " the file system holds and start once with --discard-cache"
+        )
+
+    def _waiting(self) -> Iterator[str]:
+        paths = {number: str(path) for number, path in self.parts.geometry.devices}
+        online = {number for number, health in self.devices.health.items() if health.online}
+        for number, pages in sorted(self.durability.waits.items()):
+            name = f"{paths.get(number, 'a path that is not known any more')} (device {number})"
+            if number in online:
+                how = "come back there with the next start"
+            else:
+                how = "wait for it: name it in nvme.paths, mount it, and start again"
+            yield f"nvme: about {pages} pages on {name} cannot be read now and {how}"
+        for number, pages in sorted(self.durability.given_up.items()):
+            name = f"{paths.get(number, 'a path that is not known any more')} (device {number})"
+            yield f"nvme: about {pages} pages on {name} were given up: it was away for too long"
+
+    def path_of(self, slot: int) -> str:
+        """The directory of the device where the slot lies."""
+        number, _ = split_slab(slot // (self.devices.segment_bytes // SLOT_BYTES))
+        return str(self.devices.health[number].device.path)
+
+    def place(self, slot: int) -> str:
+        """The file of the slot, and the slot."""
+        _, local = split_slab(slot // (self.devices.segment_bytes // SLOT_BYTES))
+        return f"{self.path_of(slot)}/{segment_name(local)} slot {slot}"
 
     def readings(self) -> dict[str, Samples]:
         """Values of the metrics of this tier. Any thread."""
@@ -217,6 +272,7 @@ class NvmeService:
             },
             "kvtier_nvme_disk_bytes": {(str(h.device.path),): h.disk_bytes for h in health},
             "kvtier_nvme_device_online": {(str(h.device.path),): h.online for h in health},
+            "kvtier_nvme_lost_pages_total": {(str(h.device.path),): h.pages_lost for h in health},
             "kvtier_nvme_io_errors_total": {(): devices.io_errors},
             "kvtier_nvme_no_room_total": {(): devices.no_room},
             "kvtier_nvme_checkpoints_total": {(): durability.checkpoints},
@@ -244,7 +300,11 @@ class NvmeService:
         for device in tier.devices:
             # Where nvme.bytes is less than it was; what cannot be used takes up room as well.
             for local in sorted(n for n in device.segments if n >= limit):
-                tier.remove_segment(slab_number(device.number, local))
+                try:
+                    tier.remove_segment(slab_number(device.number, local))
+                except TierIOError as error:
+                    if errno_of(error) != errno.EROFS:  # there it stays, and is not used
+                        raise
             # What has a number that no segment can have is nothing of kvtier's: it stays.
             rejected = sorted(device.rejected_segments)
             for local in [n for n in rejected if limit <= n < DEVICE_SLABS_MAX]:
@@ -255,10 +315,11 @@ class NvmeService:
             self.parts.directory,
             directory_id=self.parts.geometry.directory_id,
             tier=tier,
-            slabs=tier.slabs(),
+            slabs=self._slabs(),
             segment_bytes=tier.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
             is_expected=self._is_expected,
+            present=[device.number for device in tier.devices],
             threads=self.parts.config.io_threads,
         )
 
@@ -271,8 +332,13 @@ class NvmeService:
             return False
         return local not in devices[number].rejected_segments
 
+    def _slabs(self) -> list[int]:
+        """The segments that are there, within the cap."""
+        limit = self.parts.plan.segments_per_device
+        return [slab for slab in self.parts.tier.slabs() if split_slab(slab)[1] < limit]
+
     def _load(self, recovered: Recovered) -> int:
-        self.devices.adopt(self.parts.tier.slabs())
+        self.devices.adopt(self._slabs())
         numbers = {
             (family.identity.fingerprint, family.generation): family.number
             for family in self._registry.families()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvtier.config import PAGE_BYTES_PER_INDEX_ENTRY, CodecName, DirectIo, NvmeConfig
 from kvtier.core.slabs import SlabAllocator
-from kvtier.errors import DirectoryError, KvtierError, TierIOError
+from kvtier.errors import DirectoryError, InvalidConfigValue, KvtierError, TierIOError
 from kvtier.packing.fp8 import warm_up
 from kvtier.tiers.base import errno_of
 from kvtier.tiers.direct_file import DirectMode
@@ -25,7 +25,6 @@ from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.nvme_device import NvmeDevice, open_device
 from kvtier.tiers.nvme_directory import read_identity
 from kvtier.tiers.nvme_geometry import (
-    DEVICES_MAX,
     DIRECTORY_ID_BYTES,
     Geometry,
     Plan,
@@ -35,6 +34,7 @@ from kvtier.tiers.nvme_geometry import (
     save_geometry,
     slab_number,
 )
+from kvtier.tiers.nvme_paths import with_paths
 from kvtier.tiers.plain_file import NOT_A_FILE
 
 __all__ = ["DIRECT_MODES", "NvmeParts", "prepare"]
@@ -87,6 +87,7 @@ def prepare(config: NvmeConfig, directory: Path, *, discard_cache: bool = False)
     Raises KvtierError when the tier cannot be had as configured. With `discard_cache` every page
     that is there is given up first.
     """
+    _check_paths(config.paths, directory)
     if config.codec is CodecName.FP8:
         warm_up()  # takes seconds, which no page should wait for
     known = load_geometry(directory)
@@ -98,7 +99,7 @@ def prepare(config: NvmeConfig, directory: Path, *, discard_cache: bool = False)
         )
         # Before any device carries its id: else a start that is cut short here could not go on.
         save_geometry(directory, known)
-    geometry = _with_paths(known, config.paths)
+    geometry = with_paths(known, config.paths)
     planned = plan(
         config.bytes,
         devices=len(config.paths),
@@ -121,6 +122,36 @@ def prepare(config: NvmeConfig, directory: Path, *, discard_cache: bool = False)
         tier=NvmeTier(devices, segment_bytes=geometry.segment_bytes),
         unusable=unusable,
     )
+
+
+def _check_paths(paths: tuple[Path, ...], directory: Path) -> None:
+    """Raises InvalidConfigValue for paths that cannot be devices beside each other."""
+    real = [path.resolve() for path in paths]
+    own = directory.resolve()
+    for at, (path, where) in enumerate(zip(paths, real, strict=True)):
+        if where == own:
+            raise InvalidConfigValue(
+                f"nvme.paths names {path}, which is the daemon's own directory (daemon.directory)",
+                remedy=f"Name a directory of its own, such as {path / 'nvme'}.",
+            )
+        if (where / "format").is_file() and (where / "generations").is_file():
+            raise InvalidConfigValue(
+                f"nvme.paths names {path}, which is the directory of a daemon (it has the files"
+                " `format` and `generations`)",
+                remedy="Name a directory of its own for the device.",
+            )
+        for other, place in zip(paths[:at], real[:at], strict=True):
+            if where == place:
+                raise InvalidConfigValue(
+                    f"nvme.paths names one directory twice: {other} and {path} are {where}",
+                    remedy="Take one of them out.",
+                )
+            if place in where.parents or where in place.parents:
+                inner, outer = (path, other) if place in where.parents else (other, path)
+                raise InvalidConfigValue(
+                    f"nvme.paths names {inner}, which lies in {outer}, another of its paths",
+                    remedy="Name directories that do not lie in each other.",
+                )
 
 
 def _open_all(
@@ -188,42 +219,8 @@ def _none_usable(unusable: dict[Path, str], failures: list[int]) -> DirectoryErr
     if failures[0] in NOT_A_FILE:
         remedy = "Remove what is none of kvtier's, and start again."
     elif failures[0] == 0 and not path.exists():
-        remedy = "Name directories in nvme.paths that the daemon's user can make and write."
+        remedy = (
+            "If there were pages on them, check and mount the devices. Else name directories in"
+            " nvme.paths that the daemon's user can make and write."
+        )
     return DirectoryError(f"no path of nvme.paths can be used; {path}: {reason}", remedy=remedy)
-
-
-def _with_paths(known: Geometry, paths: tuple[Path, ...]) -> Geometry:
-    """`known` with a device number for every path: that of its own file, that which it had, or the
-    next free one. Of two copies of one device the first counts; the other is refused when opened.
-    """
-    numbers: dict[Path, int] = {}
-    for path in paths:
-        own = _number_on(path, known.directory_id)
-        if own is not None and own not in numbers.values():
-            numbers[path] = own
-    for number, path in known.devices:
-        if path not in numbers and number not in numbers.values():
-            numbers[path] = number
-    if len(numbers.keys() | set(paths)) > DEVICES_MAX:
-        # The numbers of paths that are not used any more are given again.
-        numbers = {path: number for path, number in numbers.items() if path in paths}
-    for path in paths:
-        if path not in numbers:
-            numbers[path] = next(n for n in range(DEVICES_MAX) if n not in numbers.values())
-    devices = sorted((number, path) for path, number in numbers.items())
-    return Geometry(
-        directory_id=known.directory_id,
-        segment_bytes=known.segment_bytes,
-        devices=tuple(devices),
-    )
-
-
-def _number_on(path: Path, directory_id: bytes) -> int | None:
-    """The number of the device in a directory, if it is one of ours."""
-    try:
-        identity = read_identity(path)
-    except (DirectoryError, OSError):
-        return None  # opening it says why
-    if identity is None or identity.directory_id != directory_id:
-        return None
-    return identity.number

@@ -69,7 +69,13 @@ async def get(
             await writer.flush()
         writer.ended()
         for tier, pages in outlet.corrupt.items():
-            log.error("page.corrupt", extra={"tier": tier.name.lower(), "pages": pages})
+            extra: dict[str, Any] = {"tier": tier.name.lower(), "pages": pages}
+            if tier is Tier.NVME and node.nvme is not None:
+                at = [
+                    f"{node.nvme.place(ref.slot)} key {key.hex()}" for ref, key in outlet.corrupt_at
+                ]
+                extra["at"] = "; ".join(at)
+            log.error("page.corrupt", extra=extra)
 
 
 class _Writer:

@@ -81,8 +81,10 @@ class TierDevice(Protocol):
 
 
 #: No new file can be made, for want of room or of rights to the directory: those that exist can be
-#: read and written all the same.
-NO_NEW_FILES: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM))
+#: read and, but on a read-only file system, written all the same.
+NO_NEW_FILES: Final = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+)
 #: What this process, or the system, is short of says nothing of a device.
 SHORTAGE: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 

@@ -107,6 +107,7 @@ class DirectFile:
         self.path = path
         self.is_direct = False
         self.reason = ""
+        self.is_writable = True
         self._fd = fd
         self._mode = mode
         self._calls = calls
@@ -134,6 +135,7 @@ class DirectFile:
         if create:
             flags |= os.O_CREAT | os.O_EXCL
         file = cls(path, calls.open(path, flags), mode=mode, calls=calls)
+        file.is_writable = write
         try:
             if mode is not DirectMode.OFF:
                 # Not at open(): that leaves a new, empty file behind when it refuses.
@@ -157,6 +159,8 @@ class DirectFile:
         views = [view for part in parts if (view := flat_bytes(part)).nbytes]
         if not views:
             return
+        if not self.is_writable:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         with self._held() as fd:
             if self.is_direct:
                 try:

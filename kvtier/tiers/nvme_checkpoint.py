@@ -15,7 +15,8 @@
         96   24 zero
        120    8 head sum
     table: msgpack of {"families": [[fingerprint, generation], ...], "classes": [[slab, record
-    bytes], ...], "in_flight": [generation, ...]}
+    bytes], ...], "in_flight": [generation, ...]}; and "waits": [[device, pages], ...] where
+    devices were not there
     n of each column of PAGE_COLUMNS in its order, of the keys n + k: those of the pages, then those
     of pages that are not there and that some of these come after. `parent` is a place in the keys,
     or -1. Table and columns each begin at a multiple of 64.
@@ -23,7 +24,9 @@
 Version 1 had no absent pages: there k is 0.
 
 Promise: `checkpoint` is replaced only by a whole and synced file, and a whole one is kept beside it
-as `checkpoint.old`; at every moment of a write at least one of them is whole. Order for the writer:
+as `checkpoint.old`; at every moment of a write at least one of them is whole. One that lacks the
+pages of a device that was away is never `checkpoint.old`: the one from before that device went
+stays, with all journals since, until a start has found the device's pages. Order for the writer:
 journal n is created, then the snapshot is taken, then checkpoint n is written, then `remove_old`
 with `oldest_number`. A crash in between leaves a journal more than needed, never one too few.
 
@@ -160,9 +163,12 @@ async def _write_synced(path: Path, parts: list[memoryview]) -> None:
 
 def _publish(directory: Path, directory_id: bytes) -> None:
     newest = directory / CHECKPOINT
-    # A damaged one must not take the place of the last that is whole.
-    if _is_whole(newest, directory_id):
-        newest.replace(directory / CHECKPOINT_OLD)
+    old = directory / CHECKPOINT_OLD
+    # A damaged one must not take the place of the last that is whole; nor one that lacks devices
+    # that of the last which has their pages.
+    found = _whole(newest, directory_id)
+    if found is not None and not (found.waits and _whole(old, directory_id) is not None):
+        newest.replace(old)
     (directory / CHECKPOINT_TEMPORARY).replace(newest)
     sync_directory(directory)
 
@@ -243,14 +249,14 @@ def encode_checkpoint(snapshot: Snapshot, *, number: int, directory_id: bytes) -
 
 
 def _table(snapshot: Snapshot) -> bytes:
-    packed: bytes = msgpack.packb(
-        {
-            "families": [[fingerprint, number] for fingerprint, number in snapshot.families],
-            "classes": sorted([slab, size] for slab, size in snapshot.classes.items()),
-            "in_flight": list(snapshot.in_flight),
-        },
-        use_bin_type=True,
-    )
+    table: dict[str, Any] = {
+        "families": [[fingerprint, number] for fingerprint, number in snapshot.families],
+        "classes": sorted([slab, size] for slab, size in snapshot.classes.items()),
+        "in_flight": list(snapshot.in_flight),
+    }
+    if snapshot.waits:
+        table["waits"] = sorted([device, pages] for device, pages in snapshot.waits.items())
+    packed: bytes = msgpack.packb(table, use_bin_type=True)
     return packed
 
 
@@ -298,6 +304,7 @@ def _read(blob: bytes, start: int, fields: _Fields) -> Snapshot | str:
             families=tuple((bytes(name), int(number)) for name, number in table["families"]),
             pages=_pages(blob, start + padded(fields.table_bytes, _ALIGN), fields),
             in_flight=tuple(int(generation) for generation in table["in_flight"]),
+            waits={int(device): int(count) for device, count in table.get("waits", ())},
         )
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         return f"its content makes no sense: {error}"
@@ -331,26 +338,41 @@ def _is_consistent(snapshot: Snapshot) -> bool:
     )
 
 
-def _is_whole(path: Path, directory_id: bytes) -> bool:
-    """Whether head and body pass their sums, without keeping the file in memory."""
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A file that passes its sums. `waits`: it lacks the pages of devices."""
+
+    waits: bool
+
+
+def _whole(path: Path, directory_id: bytes) -> _Whole | None:
+    """None unless head and body pass their sums. Does not keep the file in memory."""
     total = xxhash.xxh3_128()
     size = 0
+    table = bytearray()
     try:
         with opened_plain(path) as file:
             head = parse_head(file.read(_HEAD_BYTES), CHECKPOINT_MAGIC)
             if not isinstance(head, Head) or head.version not in _READERS:
-                return False
+                return None
+            fields = _Fields.of(head)
             for block in _blocks(file.read):
                 total.update(block)
+                table += block[: max(0, fields.table_bytes - size)]
                 size += len(block)
     except OSError:
-        return False
-    fields = _Fields.of(head)
-    return (
+        return None
+    is_sound = (
         fields.directory_id == directory_id
         and fields.file_bytes == _HEAD_BYTES + size
         and fields.body_sum == total.digest()
     )
+    if not is_sound:
+        return None
+    try:
+        return _Whole(bool(msgpack.unpackb(table, raw=False).get("waits")))
+    except (AttributeError, ValueError):
+        return None
 
 
 def _blocks(read: Callable[[int], bytes]) -> Iterator[bytes]:

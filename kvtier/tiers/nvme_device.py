@@ -60,8 +60,8 @@ log = logging.getLogger(__name__)
 
 #: The medium has lost what was there: this file is bad. Any other error says nothing about it.
 _LOST: Final = frozenset((errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA))
-#: No room for a new file: the segments that exist can be read and written all the same.
-_FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
+#: No new file can be made: the segments that exist can be read all the same.
+_FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 
 
 def open_device(

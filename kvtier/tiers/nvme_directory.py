@@ -173,7 +173,8 @@ def open_directory(
         if discard:
             directory.discard()
         _check_identity(path, identity, create=create)
-        directory.remove_leftovers()
+        with _read_only_is_fine():
+            directory.remove_leftovers()
     except (DirectoryError, OSError):
         directory.close()
         raise
@@ -238,6 +239,16 @@ def _identity_payload(identity: DeviceIdentity) -> bytes:
     }
     payload: bytes = msgpack.packb(document, use_bin_type=True)
     return payload
+
+
+@contextlib.contextmanager
+def _read_only_is_fine() -> Iterator[None]:
+    """What a stop left half made stays where nothing can be removed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
 
 
 @contextlib.contextmanager

@@ -121,7 +121,13 @@ class DeviceFiles:
     def _opened(self, name: str, drops: int) -> DirectFile:
         """Retained for the caller, and kept for the next, unless a drop came in between."""
         path = self._directory / name
-        opened = DirectFile.open(path, write=True, mode=self._mode, calls=self._calls)
+        try:
+            opened = DirectFile.open(path, write=True, mode=self._mode, calls=self._calls)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            # It can be read; until a `drop` a write of it is EROFS.
+            opened = DirectFile.open(path, write=False, mode=self._mode, calls=self._calls)
         surplus = []
         with self._lock:
             file = opened

@@ -24,35 +24,27 @@ error. Synchronous; call it outside of an event loop.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
-from enum import Enum, auto
-from itertools import pairwise
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 
 from kvtier.errors import TierIOError
 from kvtier.tiers.base import TierDevice
-from kvtier.tiers.nvme_checkpoint import (
-    CHECKPOINT,
-    CHECKPOINT_OLD,
-    CheckpointFile,
-    CheckpointState,
-    read_checkpoint,
-)
+from kvtier.tiers.nvme_base import Base, Chosen, choose
 from kvtier.tiers.nvme_geometry import split_slab
 from kvtier.tiers.nvme_journal import (
     Delete,
     Drop,
     JournalContents,
     Mark,
-    journal_paths,
     read_journal,
     remove_old,
 )
-from kvtier.tiers.nvme_lengths import LENGTHS, JournalLengths, read_lengths
+from kvtier.tiers.nvme_lengths import LENGTHS, JournalLengths
 from kvtier.tiers.nvme_scan import SlabScan, is_whole, scan_slab
 from kvtier.tiers.nvme_segment import segment_name
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
@@ -62,14 +54,6 @@ __all__ = ["Base", "Recovered", "RecoveryReport", "recover", "remove_old"]
 
 #: So many segments that are gone are named; the count is of all.
 _NAMED_MAX = 16
-
-
-class Base(Enum):
-    """What a recovery began with: the checkpoint, the one before it, or nothing."""
-
-    NEWEST = auto()
-    OLD = auto()
-    NONE = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +82,8 @@ class RecoveryReport:
     gone: tuple[str, ...] = ()
     segments_gone: int = 0
     skipped: tuple[str, ...] = ()
+    #: Pages of devices that were away and whose pages nothing tells of any more.
+    forgotten: tuple[str, ...] = ()
     slots: int = 0
     damaged: int = 0
     misplaced: int = 0
@@ -125,7 +111,7 @@ class RecoveryReport:
             said.append("the checkpoint before the newest was used")
         if self.bad_frames:
             said.append(f"{self.bad_frames} damaged entries of the journal were left out")
-        said += [*self.cut, *self.gone[:_NAMED_MAX]]
+        said += [*self.forgotten, *self.cut, *self.gone[:_NAMED_MAX]]
         if len(self.gone) > _NAMED_MAX:
             said.append(f"{len(self.gone) - _NAMED_MAX} more segments are not there any more")
         if self.damaged or self.misplaced:
@@ -140,7 +126,9 @@ class Recovered:
     Every page lies in a slab of `classes` (slab -> record bytes) at a slot of it; no two have one
     id or one slot; parents make no loops. No generation up to `last_generation` may be used again.
     `base_number` is that of the checkpoint that was used, None for none; `next_number` is free for
-    the next journal and checkpoint.
+    the next journal and checkpoint. `waits` are the devices that are not there, with about how many
+    pages each has: a later checkpoint has to say that it lacks them. `journal_bytes` is what the
+    journals take that were read.
     """
 
     classes: dict[int, int]
@@ -150,6 +138,10 @@ class Recovered:
     base_number: int | None
     next_number: int
     report: RecoveryReport
+    waits: dict[int, int] = field(default_factory=dict)
+    journal_bytes: int = 0
+    #: How many pages the checkpoint lists in each segment that is not there, of devices that are.
+    unplaced: dict[int, int] = field(default_factory=dict)
 
 
 def recover(
@@ -161,105 +153,100 @@ def recover(
     segment_bytes: int,
     generations: Mapping[bytes, int],
     is_expected: Callable[[int], bool] = lambda slab: True,
+    present: Collection[int] | None = None,
     threads: int = 4,
 ) -> Recovered:
     """The pages on `tier`, whose segments are `slabs`.
 
     `generations` is the present namespace generation of each fingerprint, `threads` how many
     segments are read at a time. A segment that cannot be read is skipped and named in the report,
-    as is one that is known and not there, if `is_expected` says that nobody gave it up.
+    as is one that is known and not there, if `is_expected` says that nobody gave it up. `present`
+    are the numbers of the devices that are there, with segments or without; None: all.
 
     Raises DirectoryError: checkpoint or journal cannot be read, are of a version that this build
     does not know, or of another directory.
     """
-    base, chosen, bad = _choose(directory, directory_id)
-    paths = journal_paths(directory)
-    numbers = [number for number in paths if chosen is not None and number >= chosen.number]
-    lengths = read_lengths(directory, directory_id)
-    next_number = max([*paths, *(file.number for file in bad), chosen.number if chosen else 0]) + 1
-    why = _why_lost(chosen, numbers, lengths, is_used=bool(paths or bad or lengths.of))
-    bad_checkpoints = tuple(f"{file.path.name}: {file.reason}" for file in bad)
-    if chosen is None or chosen.snapshot is None or why:
-        report = RecoveryReport(
-            base=Base.NONE, bad_checkpoints=bad_checkpoints, is_lost=bool(why), why=why
-        )
-        return _nothing(next_number, report)
-    journals = [read_journal(paths[number], directory_id) for number in numbers]
+    chosen = choose(directory, directory_id, present)
+    bad_checkpoints = tuple(f"{file.path.name}: {file.reason}" for file in chosen.bad)
+    if chosen.file is None or chosen.file.snapshot is None or chosen.why:
+        return _nothing(chosen, bad_checkpoints)
+    base = chosen.file.snapshot
+    journals = [read_journal(path, directory_id) for path in chosen.journals]
     happenings = _happenings(journals)
     place = Place(slabs=frozenset(slabs), segment_bytes=segment_bytes)
-    known = happenings.marks.keys() | chosen.snapshot.classes.keys()
+    known = happenings.marks.keys() | base.classes.keys()
     gone = [slab for slab in sorted(known - place.slabs) if is_expected(slab)]
+    unplaced = _unplaced(base, place, present)
     scans, skipped = _scan(tier, happenings.marks, place, threads)
     while True:
-        found = survivors(chosen.snapshot, scans, happenings, place=place, generations=generations)
+        found = survivors(base, scans, happenings, place=place, generations=generations)
         torn = _torn(tier, found, threads)
         if not torn:
             break
         happenings = replace(happenings, torn=happenings.torn | torn)
     return Recovered(
-        classes=_classes(chosen.snapshot, happenings.marks, place),
+        classes=_classes(base, happenings.marks, place),
         families=found.families,
         pages=found.pages,
-        last_generation=_last_generation(chosen.snapshot, happenings, scans),
-        base_number=chosen.number,
-        next_number=next_number,
+        last_generation=_last_generation(chosen, base, happenings, scans),
+        base_number=chosen.file.number,
+        next_number=chosen.next_number,
         report=RecoveryReport(
-            base=base,
+            base=chosen.base,
             bad_checkpoints=bad_checkpoints,
             is_lost=False,
             why="",
-            **_journal_counts(journals),
-            cut=_cut(journals, lengths),
-            cut_bytes=sum(lengths.lost_bytes(j.number, j.good_bytes) for j in journals),
+            **_journal_counts(journals, chosen.lengths),
+            cut=_cut(journals, chosen.lengths),
             **_scan_counts(scans),
             **_page_counts(found),
             skipped=skipped,
-            gone=tuple(map(_gone_words, gone)),
+            gone=tuple(_gone_words(slab, unplaced.get(slab, 0)) for slab in gone),
             segments_gone=len(gone),
+            forgotten=chosen.forgotten,
         ),
+        unplaced=unplaced,
+        waits=_waits(chosen, happenings, present, place),
+        journal_bytes=sum(journal.good_bytes for journal in journals),
     )
 
 
-def _choose(
-    directory: Path, directory_id: bytes
-) -> tuple[Base, CheckpointFile | None, list[CheckpointFile]]:
-    """(which, the checkpoint to begin with, damaged ones)"""
-    bad: list[CheckpointFile] = []
-    for base, name in ((Base.NEWEST, CHECKPOINT), (Base.OLD, CHECKPOINT_OLD)):
-        file = read_checkpoint(directory / name, directory_id)
-        if file.state is CheckpointState.GOOD:
-            return base, file, bad
-        if file.state is CheckpointState.BAD:
-            bad.append(file)
-    return Base.NONE, None, bad
+def _unplaced(base: Snapshot, place: Place, present: Collection[int] | None) -> dict[int, int]:
+    """Pages that the checkpoint lists in each segment that is not there, though its device is."""
+    slabs, counts = np.unique(base.pages.slot // np.uint64(place.units), return_counts=True)
+    return {
+        slab: pages
+        for slab, pages in zip(slabs.tolist(), counts.tolist(), strict=True)
+        if slab not in place.slabs and (present is None or split_slab(slab)[0] in present)
+    }
 
 
-def _why_lost(
-    chosen: CheckpointFile | None,
-    numbers: Sequence[int],
-    lengths: JournalLengths,
-    *,
-    is_used: bool,
-) -> str:
-    """Why deleted pages could come back, or ""; `numbers` are the journals from `chosen` on."""
-    if chosen is None:
-        return "there is no whole checkpoint" if is_used else ""
-    for before, number in pairwise([chosen.number - 1, *numbers]):
-        if number != before + 1:
-            return f"journal {before + 1} is missing (journal {number} is there)"
-    if numbers and lengths.newest > numbers[-1]:
-        return f"journal {lengths.newest} is missing, the newest"
-    return "" if numbers else f"journal {chosen.number} is missing"
+def _waits(
+    chosen: Chosen, happenings: Happenings, present: Collection[int] | None, place: Place
+) -> dict[int, int]:
+    """The devices that are not there and have pages, with those that the checkpoint lists."""
+    if present is None or chosen.file is None or chosen.file.snapshot is None:
+        return {}
+    base = chosen.file.snapshot
+    slabs = base.pages.slot // np.uint64(place.units)
+    devices = {split_slab(slab)[0] for slab in happenings.marks.keys() | base.classes.keys()}
+    listed = Counter(split_slab(slab)[0] for slab in slabs.tolist())
+    waits = {device: listed[device] for device in devices} | chosen.waits
+    return {device: pages for device, pages in waits.items() if device not in present}
 
 
-def _nothing(next_number: int, report: RecoveryReport) -> Recovered:
+def _nothing(chosen: Chosen, bad_checkpoints: tuple[str, ...]) -> Recovered:
+    why = chosen.why
+    report = RecoveryReport(
+        base=Base.NONE, bad_checkpoints=bad_checkpoints, is_lost=bool(why), why=why
+    )
     return Recovered(
         classes={},
         families=(),
         pages=Pages.empty(),
         last_generation=0,
         base_number=None,
-        next_number=next_number,
+        next_number=chosen.next_number,
         report=report,
     )
 
@@ -301,9 +288,11 @@ def _scan(
     return scans, tuple(result for result in results if isinstance(result, str))
 
 
-def _gone_words(slab: int) -> str:
+def _gone_words(slab: int, pages: int) -> str:
     device, local = split_slab(slab)
-    return f"{segment_name(local)} of device {device} is not there any more: its pages are misses"
+    name = f"{segment_name(local)} of device {device}"
+    count = f" ({pages} were listed there)" if pages else ""
+    return f"{name} is not there any more: its pages are misses{count}"
 
 
 def _torn(tier: TierDevice, found: Survivors, threads: int) -> frozenset[int]:
@@ -333,9 +322,12 @@ def _classes(base: Snapshot, marks: Mapping[int, int], place: Place) -> dict[int
     }
 
 
-def _last_generation(base: Snapshot, happenings: Happenings, scans: Sequence[SlabScan]) -> int:
+def _last_generation(
+    chosen: Chosen, base: Snapshot, happenings: Happenings, scans: Sequence[SlabScan]
+) -> int:
     """The highest generation of which anything tells."""
     return max(
+        chosen.last_generation,
         base.last_generation,
         int(happenings.drops.max(initial=0)),
         max((delete.bound for delete in happenings.deletes), default=0),
@@ -343,12 +335,13 @@ def _last_generation(base: Snapshot, happenings: Happenings, scans: Sequence[Sla
     )
 
 
-def _journal_counts(journals: Sequence[JournalContents]) -> dict[str, int]:
+def _journal_counts(journals: Sequence[JournalContents], lengths: JournalLengths) -> dict[str, int]:
     return {
         "journals": len(journals),
         "entries": sum(len(journal.entries) for journal in journals),
         "bad_frames": sum(journal.bad_frames for journal in journals),
         "torn_bytes": sum(journal.torn_bytes for journal in journals),
+        "cut_bytes": sum(lengths.lost_bytes(j.number, j.good_bytes) for j in journals),
     }
 
 

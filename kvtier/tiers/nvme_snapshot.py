@@ -8,7 +8,7 @@ Pure, safe from any thread.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -118,6 +118,9 @@ class Snapshot:
     (fingerprint, namespace generation) that `pages.family` counts, `in_flight` the generations
     whose record was being written then and may still become a page (not those whose page was
     deleted before that moment).
+
+    `waits`: devices that were not there then (or came back empty), and about how many pages each
+    has that are not in `pages`: they are in the checkpoint before it and the journals from that on.
     """
 
     last_generation: int
@@ -125,6 +128,7 @@ class Snapshot:
     families: tuple[tuple[bytes, int], ...]
     pages: Pages
     in_flight: tuple[int, ...]
+    waits: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def empty(cls) -> Snapshot:

@@ -13,13 +13,13 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.handles import Reading
-from kvtier.core.page import KEY_BYTES, Codec, GetCode, Tier
+from kvtier.core.page import KEY_BYTES, Codec, GetCode, PageRef, Tier
 from kvtier.core.store import Store
 from kvtier.packing.record import RecordHeader, record_bytes
 from kvtier.tiers.host import HostArena
@@ -34,6 +34,7 @@ __all__ = ["Outgoing", "Outlet"]
 #: arena; of pages that have to be brought up, on no more than this part of the arena.
 _WINDOW_BYTES = 64 << 20
 _WINDOW_PAGES = 1024
+_PLACES_MAX = 8
 _ARENA_PART = 8
 
 _CODES = {
@@ -98,6 +99,8 @@ class Outlet:
         self._current: Reading | Bounced | None = None
         self._pages: AsyncGenerator[Outgoing, None] | None = None
         self.corrupt: Counter[Tier] = Counter()  # pages that failed, by where they lay
+        #: Of those on NVMe the first few copies, with their keys.
+        self.corrupt_at: list[tuple[PageRef, bytes]] = []
 
     async def __aenter__(self) -> Outlet:
         return self
@@ -163,7 +166,14 @@ class Outlet:
         task = asyncio.create_task(self._raise(reading, key.tobytes(), self._mover))
         # However it ends: a task can be cancelled before its first step.
         task.add_done_callback(lambda _: reading.release())
+        ref = reading.ref
+        task.add_done_callback(lambda ended: self._note_place(ended, ref, key.tobytes()))
         return task
+
+    def _note_place(self, ended: asyncio.Task[Any], ref: PageRef, key: bytes) -> None:
+        is_bad = not ended.cancelled() and not ended.exception()
+        if is_bad and ended.result() is GetCode.CORRUPT and len(self.corrupt_at) < _PLACES_MAX:
+            self.corrupt_at.append((ref, key))
 
     async def _serve(self, key: bytes) -> Outgoing:
         """The first copy that is whole and acceptable, from the best tier down.

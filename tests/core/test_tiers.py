@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from kvtier.core.handles import Filling, Reading
 from kvtier.core.page import DeleteCode, GetCode, PageRef, PutCode, Tier
 from kvtier.core.store import Store
@@ -223,6 +225,49 @@ def test_a_withdrawn_slab_takes_its_pages_and_comes_back_empty() -> None:
     store.room.grant(Tier.NVME, 0)
     assert demote(store, 2) is PutCode.STORED
     reading.release()
+    store.survey.check()
+
+
+@pytest.mark.parametrize("granted_pages", [0, 2])
+def test_a_frozen_slab_keeps_its_pages_and_takes_none(granted_pages: int) -> None:
+    store = make_store(slots=6, nvme_slots=3)
+    for n in range(granted_pages):
+        put(store, n)
+        demote(store, n)
+    store.room.freeze(Tier.NVME, [0])
+    store.room.freeze(Tier.NVME, [0])
+    store.survey.check()
+    assert not store.room.has_free(Tier.NVME, RECORD)
+    put(store, 5)
+    for _ in range(3):
+        assert demote(store, 5) is PutCode.BUSY
+    wanted = list(range(granted_pages))
+    assert store.survey.in_tier(NS, 0, keys(range(2)), Tier.NVME).sum() == granted_pages
+    # What is deleted there makes no room either, until it is thawed.
+    if granted_pages:
+        store.delete(NS, 0, keys([0]))
+        assert demote(store, 5) is PutCode.BUSY
+        wanted.remove(0)
+    store.survey.check()
+    store.room.thaw(Tier.NVME, [0])
+    store.survey.check()
+    for n in range(5, 9):  # the last of them takes the place of the coldest
+        put(store, n)
+        assert demote(store, n) is PutCode.STORED
+    assert store.status()[Tier.NVME].sealed == 3
+    assert not store.survey.in_tier(NS, 0, keys(wanted), Tier.NVME).any()
+    store.survey.check()
+
+
+def test_a_frozen_slab_can_be_withdrawn() -> None:
+    store = make_store(slots=4, nvme_slots=3)
+    put(store, 1)
+    demote(store, 1)
+    store.room.freeze(Tier.NVME, [0])
+    assert store.room.withdraw(Tier.NVME, 0) == 1
+    store.survey.check()
+    store.room.grant(Tier.NVME, 0)
+    assert demote(store, 1) is PutCode.STORED
     store.survey.check()
 
 

@@ -268,7 +268,7 @@ async def test_a_device_that_hangs_keeps_no_other_from_being_synced(base: Path) 
         (errno.ENOSPC, True),
         (errno.EDQUOT, True),
         (errno.EACCES, True),
-        (errno.EROFS, False),
+        (errno.EROFS, True),
         (errno.EIO, False),
     ],
 )

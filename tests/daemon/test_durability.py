@@ -331,3 +331,42 @@ def test_a_journal_with_entries_is_never_replaced(tmp_path: Path) -> None:
         assert read_journal(first, DIRECTORY_ID).entries == (Mark(0, SMALL), Mark(0, LARGE))
 
     asyncio.run(run())
+
+
+def test_a_delete_is_journalled_while_pages_wait_for_their_device() -> None:
+    """A checkpoint in its place says nothing of pages that the store has not."""
+
+    async def run() -> None:
+        store, files = make_store(), MemoryFiles()
+        durability = make_durability(store, files, journal_bytes_max=64 << 10)
+        await durability.begin(1, has_base=False)
+        durability.wait_for({3: 10})
+        keys = rows([key_of(n) for n in range(3000)])
+        await durability.journal([durability.doom(NS, 0, keys)])
+        entries = [e for journal in files.journals for e in journal.entries]
+        assert [len(e.keys) // 32 for e in entries if isinstance(e, Delete)] == [3000]
+        await durability.close()
+
+    asyncio.run(run())
+
+
+def test_waiting_for_a_device_takes_so_much_room_and_ends() -> None:
+    """Every checkpoint says that it lacks the device, until the journals that are kept for it would
+    be more than the plan of the tier leaves room for."""
+
+    async def run() -> None:
+        store, files = make_store(), MemoryFiles()
+        durability = make_durability(store, files, journal_bytes_max=8 * 4096)
+        await durability.begin(1, has_base=False)
+        durability.wait_for({3: 10})
+        while durability.waits:
+            put_down(store, len(files.snapshots))
+            await durability.forget([1])
+            await durability.checkpoint()
+            assert len(files.snapshots) < 40
+        assert durability.given_up == {3: 10}
+        waits = [snapshot.waits for snapshot in files.snapshots[1:]]
+        assert waits == [{3: 10}] * 16 + [{}]
+        await durability.close()
+
+    asyncio.run(run())

@@ -111,7 +111,7 @@ def test_a_segment_that_is_not_there_is_named(daemon, connect, is_in_checkpoint)
         lost_numbers = {n for n in range(COUNT) if PAGES.key(n) in lost}
         (nv / name).unlink()
         said = f"{name} of device 0 is not there any more: its pages are misses"
-        assert said in check_directory(daemon.directory, payloads=True).damage
+        assert said in "\n".join(check_directory(daemon.directory, payloads=True).damage)
         daemon.start()
         assert recovered(daemon)["segments_gone"] == 1
         kv, ns = opened(connect, daemon)

@@ -124,7 +124,7 @@ def test_a_new_device_that_is_full_is_left_out_alone(make_daemon, connect, disk,
         assert [device.is_online for device in kv.status().devices] == [True, True]
 
 
-def test_a_device_that_became_read_only_is_offline_and_deletes_hold(make_daemon, connect, disk):
+def test_a_device_that_became_read_only_is_read_and_deletes_hold(make_daemon, connect, disk):
     daemon = make_daemon(*settings(disk / "nv")).start()
     with connect(daemon) as kv:
         assert put(kv.namespace(PAGES.layout), NUMBERS) == len(NUMBERS)
@@ -133,8 +133,9 @@ def test_a_device_that_became_read_only_is_offline_and_deletes_hold(make_daemon,
     with connect(lesser) as kv:
         ns = kv.namespace(PAGES.layout)
         (device,) = kv.status().devices
-        assert not device.is_online
+        assert device.is_online
         assert "Read-only file system" in device.reason
+        assert PAGES.get(ns, NUMBERS) == [HIT] * len(NUMBERS)
         assert put(ns, [100]) == 0
         ns.delete(PAGES.keys([0, 1]))
     lesser.kill()

@@ -23,6 +23,8 @@ import xxhash
 from kvtier.errors import DirectoryError
 from kvtier.tiers import nvme_state
 from kvtier.tiers.nvme_checkpoint import (
+    CHECKPOINT,
+    CHECKPOINT_OLD,
     CheckpointState,
     oldest_number,
     read_checkpoint,
@@ -275,3 +277,16 @@ write(2)
     write(tmp_path, small(), 3)
     assert numbers(tmp_path) == [3, 1]
     assert not (tmp_path / "checkpoint.tmp").exists()
+
+
+def test_one_that_lacks_a_device_never_takes_the_place_of_one_that_has_it(tmp_path):
+    whole, lacking = small(), dataclasses.replace(small(), waits={3: 70})
+    numbers = []
+    for number, snapshot in enumerate([whole, whole, lacking, lacking, whole, whole], 1):
+        write(tmp_path, snapshot, number)
+        newest, old = (read_checkpoint(tmp_path / name) for name in (CHECKPOINT, CHECKPOINT_OLD))
+        assert newest.number == number
+        assert newest.snapshot.waits == snapshot.waits
+        numbers.append(old.number)
+        assert oldest_number(tmp_path) == (old.number or number)
+    assert numbers == [0, 1, 2, 2, 2, 5]
