@@ -46,8 +46,15 @@ def namespace(connect, daemon):
     return connect(daemon).namespace(PAGES.layout)
 
 
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("ends_by", ["stop", "kill"])
+@pytest.mark.parametrize(
+    ("others", "ends_by"),
+    [
+        (0, "stop"),
+        (1, "kill"),
+        pytest.param(1, "stop", marks=pytest.mark.soak),
+        pytest.param(0, "kill", marks=pytest.mark.soak),
+    ],
+)
 def test_a_boot_on_a_read_only_device_serves_its_pages(
     make_daemon, connect, base, small, ends_by, others, capsys
 ):
