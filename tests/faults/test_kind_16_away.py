@@ -23,8 +23,15 @@ def finds(kv, numbers, pages=PAGES) -> list[GetCode]:
     return pages.get(kv.namespace(pages.layout), numbers)
 
 
-@pytest.mark.parametrize("ends_by", ["stop", "kill"])
-@pytest.mark.parametrize("began_by", ["stop", "kill"])
+@pytest.mark.parametrize(
+    ("began_by", "ends_by"),
+    [
+        ("stop", "stop"),
+        ("kill", "stop"),
+        pytest.param("stop", "kill", marks=pytest.mark.soak),
+        pytest.param("kill", "kill", marks=pytest.mark.soak),
+    ],
+)
 def test_pages_of_a_device_left_out_of_boots_come_back(
     make_daemon, connect, base, began_by, ends_by, capsys
 ):

@@ -46,8 +46,15 @@ def namespace(connect, daemon):
     return connect(daemon).namespace(PAGES.layout)
 
 
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("ends_by", ["stop", "kill"])
+@pytest.mark.parametrize(
+    ("others", "ends_by"),
+    [
+        (0, "stop"),
+        (1, "kill"),
+        pytest.param(1, "stop", marks=pytest.mark.soak),
+        pytest.param(0, "kill", marks=pytest.mark.soak),
+    ],
+)
 def test_a_boot_on_a_read_only_device_serves_its_pages(
     make_daemon, connect, base, small, ends_by, others, capsys
 ):
@@ -66,7 +73,7 @@ def test_a_boot_on_a_read_only_device_serves_its_pages(
         assert f"{n0} is read-only" in warnings_of(kv)
         ns.delete(PAGES.keys([deleted]))
         # More than there is room for: none of the others may have to go for what finds no place.
-        for begin in range(100, 2100, 200):
+        for begin in range(100, 1100, 200):
             ns.put(
                 PAGES.keys(range(begin, begin + 200)),
                 [PAGES.page(n) for n in range(begin, begin + 200)],

@@ -125,3 +125,12 @@ def test_doctor_says_that_no_segment_fits(tmp_path, monkeypatch):
     assert "segments of 64.00 MiB" in finding.found
     assert "nvme.bytes" in finding.remedy
     assert "no room for one segment" not in found("128MiB").found
+
+
+def test_all_devices_gone_is_first_a_matter_of_mounting(make_daemon, connect):
+    daemon = make_daemon("nvme.bytes=32MiB").start()
+    puts(connect, daemon)
+    daemon.stop()
+    (daemon.base / "nv").rename(daemon.base / "away")
+    said = refused(daemon)
+    assert "remedy: If there were pages on them, check and mount the devices" in said
