@@ -76,7 +76,18 @@ def test_a_full_disk_opens_all_the_same(path, calls, number):
         disk.write_at(0, 0, [record()])
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO, errno.EMFILE])
+def test_a_device_that_is_read_only_is_opened_and_takes_no_segment(path, calls):
+    with opened(path, calls=calls):
+        pass
+    calls.faults["open"] = errno.EROFS
+    with opened(path, calls=calls) as disk:
+        with pytest.raises(TierIOError) as caught:
+            disk.create_segment(0)
+        assert errno_of(caught.value) == errno.EROFS
+        assert (names(path), disk.segments) == (["device"], frozenset())
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
 def test_a_device_that_cannot_be_opened_may_be_later(path, calls, number):
     calls.faults["open"] = number
     before = descriptors()
