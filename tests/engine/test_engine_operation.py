@@ -53,6 +53,7 @@ def test_over_the_bound_it_is_429_with_retry_after() -> None:
                 assert (status, headers["retry-after"]) == (429, "1")
                 assert content["error"]["code"] == "queue_full"
         assert "\nkvtier_engine_requests_refused_total 2\n" in served.call("GET", "/metrics")[1]
+        until(lambda: engine.stats()["requests_waiting"] == 0)
         assert served.post("/v1/completions", prompt="abc")[0] == 200
 
 
