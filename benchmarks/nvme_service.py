@@ -201,7 +201,7 @@ def measure_verification(plan: Plan, home: Path) -> Row:
             assert got.prefix == BATCH, got.reasons
             return source.nbytes / seconds / 1e9
 
-        pairs = in_turn(lambda _: rate("always"), lambda _: rate("off"), plan.rounds(15), warm=2)
+        pairs = in_turn(lambda _: rate("always"), lambda _: rate("off"), plan.rounds(151), warm=2)
     return Row.of_pairs(
         "service/verify",
         "get over gRPC, 2 MiB pages, 32 a call, verification on (bytes by the client, headers by "
