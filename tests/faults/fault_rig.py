@@ -10,11 +10,15 @@ import hashlib
 import os
 import re
 import shutil
+import subprocess
 import threading
+import time
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 import kvtier
 from kvtier.core.page import Tier
@@ -24,6 +28,25 @@ from kvtier.testing.cells import check_page, make_page
 
 BLOCK = 4096
 GetCode = kvtier.GetCode
+
+
+def until(is_so: Callable[[], object], within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def need_tmpfs(base: Path) -> None:
+    """Skips a test where nobody can mount a file system for a process of his own."""
+    tried = subprocess.run(
+        ["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(base)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if tried.returncode:
+        pytest.skip(f"tmpfs cannot be mounted in a namespace: {tried.stderr.strip()}")
 
 
 def layout_of(page_bytes: int, model: str = "faults"):

@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,10 +18,12 @@ from fault_rig import (
     disk_usage,
     leftovers,
     metrics,
+    need_tmpfs,
     records,
     refused,
     segments,
     tier_of,
+    until,
     warnings_of,
 )
 
@@ -31,15 +31,6 @@ from kvtier.errors import DirectoryError
 
 MIB = 1 << 20
 HIT, MISS = GetCode.HIT, GetCode.MISS
-
-
-def until(is_so: Callable[[], object], within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def put(pages: Pages, ns, numbers: Sequence[int]) -> int:
@@ -57,12 +48,7 @@ def put(pages: Pages, ns, numbers: Sequence[int]) -> int:
 @pytest.fixture
 def on_tmpfs(base) -> Iterator[Callable[[Path, int], tuple[str, ...]]]:
     """The prefix of a command under which `path` is a tmpfs of so many MiB of its own."""
-    tried = subprocess.run(
-        ["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(base)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if tried.returncode:
-        pytest.skip(f"tmpfs cannot be mounted in a namespace: {tried.stderr.strip()}")
+    need_tmpfs(base)
 
     def prefix(path: Path, size_mib: int) -> tuple[str, ...]:
         path.mkdir(mode=0o700)

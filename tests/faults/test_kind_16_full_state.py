@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from fault_rig import GetCode, Pages, warnings_of
+from fault_rig import GetCode, Pages, need_tmpfs, until, warnings_of
 
 from kvtier.errors import DirectoryError
 
@@ -16,24 +15,10 @@ HIT = GetCode.HIT
 PAGES = Pages(5_000)
 
 
-def until(is_so, within_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 @pytest.fixture
 def on_tmpfs(base) -> tuple[str, ...]:
     """The prefix of a command under which the daemon directory is a tmpfs of 4 MiB."""
-    tried = subprocess.run(
-        ["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(base)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if tried.returncode:
-        pytest.skip(f"tmpfs cannot be mounted in a namespace: {tried.stderr.strip()}")
+    need_tmpfs(base)
     state = base / "state"
     state.mkdir(mode=0o700)
     script = f'mount -t tmpfs -o size=4m,mode=700 tmpfs {state} && exec "$@"'
@@ -66,14 +51,14 @@ def test_a_full_daemon_directory_is_in_the_status(make_daemon, connect, on_tmpfs
             assert ns.delete(PAGES.keys([n])).deleted == 1
         return "No space left on device" in warnings_of(kv)
 
-    assert until(is_warned)
+    assert until(is_warned, within_s=20)
     assert f"remedy: Make room on the file system of {daemon.directory}" in warnings_of(kv)
     time.sleep(1)
     assert "No space left on device" in warnings_of(kv), "as long as it lasts"
     failures = daemon.log.count("nvme.journal_failed")
     assert failures <= 3, "the log hears of changes"
     ballast.unlink()
-    assert until(lambda: not warnings_of(kv)), warnings_of(kv)
+    assert until(lambda: not warnings_of(kv), within_s=20), warnings_of(kv)
     assert "nvme.journal_works" in daemon.log
     PAGES.put(ns, [99])
     assert PAGES.get(ns, [*range(40), 99]) == [HIT] * 41

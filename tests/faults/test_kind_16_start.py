@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import errno
 import shutil
-import subprocess
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from fault_rig import GetCode, Pages, refused, segments, tier_of, warnings_of
+from fault_rig import GetCode, Pages, need_tmpfs, refused, segments, tier_of, warnings_of
 
 from kvtier.config import NvmeConfig
 from kvtier.daemon.nvme_open import prepare
@@ -24,12 +23,7 @@ NUMBERS = range(40)
 
 @pytest.fixture
 def disk(base) -> Path:
-    tried = subprocess.run(
-        ["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(base)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if tried.returncode:
-        pytest.skip(f"tmpfs cannot be mounted in a namespace: {tried.stderr.strip()}")
+    need_tmpfs(base)
     made = base / "disk"
     made.mkdir(mode=0o700)
     return made
