@@ -81,10 +81,23 @@ def test_what_the_processor_can_is_what_torch_says(
     products._has_bfloat16.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_every_matrix_of_a_network_lies_well(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "has_bfloat16", "is_by_column"),
+    [
+        (torch.float32, True, True),
+        (torch.float32, False, True),
+        (torch.bfloat16, False, True),
+        (torch.bfloat16, True, False),
+    ],
+    ids=["fp32", "fp32-without", "bf16-without", "bf16"],
+)
+def test_every_matrix_of_a_network_lies_well(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has_bfloat16: bool, is_by_column: bool
+) -> None:
+    monkeypatch.setattr(products, "_has_bfloat16", lambda: has_bfloat16)
     weights = tiny_model(dtype).network.weights
     layer = weights.layers[0]
     inside = (layer.qkv, layer.output, layer.gate_up, layer.down)
     for matrix in (*inside, weights.embedding, weights.head):
-        assert matrix.stride() == (1, matrix.shape[0])
+        outputs, inputs = matrix.shape
+        assert matrix.stride() == ((1, outputs) if is_by_column else (inputs, 1))
