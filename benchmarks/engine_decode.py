@@ -6,9 +6,9 @@ SmolLM2-135M on the CPU, greedy, prompts of PROMPT_TOKENS random tokens, all of 
 neither side pads. Only decoding is timed, as many steps of all sequences on both sides.
 transformers runs one batch with its dynamic cache, from the first token on; the engine runs as many
 requests, through its scheduler, with tag checks on. Its prefill passes and decode steps take turns,
-so the first requests have some tokens more when the last one begins to decode and the clock starts:
-its contexts are longer by up to a token a request. In each round both run, by turns first. The
-threads are torch's (OMP_NUM_THREADS).
+so the first requests have decoded some tokens when the last one begins to and the clock starts:
+their prompts are shorter by as many, and all contexts as long as transformers'. In each round both
+run, by turns first. The threads are torch's (OMP_NUM_THREADS).
 """
 
 from __future__ import annotations
@@ -73,6 +73,19 @@ class Work:
     def pages(self) -> int:
         """A pool with room for all."""
         return len(self.prompts) * -(-self.request_tokens // PAGE_TOKENS)
+
+    def evened(self) -> Work:
+        """The same for the engine: of each prompt the end, without as many tokens as its request
+        decodes before the last one begins to. Raises ValueError unless that leaves some of each,
+        and each is computed in one pass.
+        """
+        last = len(self.prompts) - 1
+        if not all(last < len(prompt) <= PAGE_TOKENS for prompt in self.prompts):
+            raise ValueError(f"prompts of more than {last} and at most {PAGE_TOKENS} tokens")
+        return Work(
+            prompts=[prompt[last - at :] for at, prompt in enumerate(self.prompts)],
+            tokens=self.tokens,
+        )
 
 
 def work_of(
@@ -190,7 +203,7 @@ def row_of(
         return work_of(ours.network.config.vocab_size, batch, tokens, plan.seed + number)
 
     pairs = in_turn(
-        lambda number: engine_rate(ours, work(number)),
+        lambda number: engine_rate(ours, work(number).evened()),
         lambda number: transformers_rate(theirs, work(number)),
         plan.rounds(3 if batch < 32 else 2),
         warm=1 if batch == 1 else 0,

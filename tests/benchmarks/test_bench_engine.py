@@ -78,6 +78,25 @@ def test_every_request_is_there_for_every_step(model: LoadedModel) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("batch", engine_decode.BATCHES)
+def test_all_contexts_are_as_long_as_those_of_the_other_side(
+    model: LoadedModel, batch: int
+) -> None:
+    asked = engine_decode.work_of(260, batch, 5, 1)
+    work = asked.evened()
+    engine = engine_decode.all_decoding(model, pool_for(model, work.pages), work)
+    # Prompt and first token, after which generate is timed.
+    lengths = [len(one.tokens) for one in engine.inside.sequences]
+    assert lengths == [len(prompt) + 1 for prompt in asked.prompts]
+    engine.close()
+
+
+def test_prompts_that_cannot_be_evened_are_refused() -> None:
+    for batch, prompt_tokens in ((33, 32), (8, 33)):
+        with pytest.raises(ValueError, match="tokens"):
+            engine_decode.work_of(260, batch, 5, 1, prompt_tokens).evened()
+
+
 def test_a_request_that_ends_or_has_no_pages_is_no_throughput(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
