@@ -40,6 +40,9 @@ _DEPTH_MAX: Final = 2**32 - 1
 _PRIORITY_MAX: Final = 2**31 - 1
 _DURABILITY: Final = {"host": Durability.HOST, "nvme": Durability.NVME}
 _NO_HINTS: Final = Hints()
+_HINT_NAMES: Final = frozenset(
+    ("session", "ttl", "priority", "traceparent", "session_end", "expected_return")
+)
 _PLAIN_GET: Final = GetOptions(accept=(Codec.RAW,), lossy_ok=False, hints=_NO_HINTS)
 _TIERS: Final = {tier.name.lower(): tier for tier in (Tier.HOST, Tier.NVME)}
 
@@ -215,6 +218,8 @@ def checked_session(given: object) -> str:
 
 
 def _hints(given: GetArguments | PutArguments) -> Hints:
+    if _HINT_NAMES.isdisjoint(given):
+        return _NO_HINTS
     return Hints(
         session=checked_session(given.get("session", "")),
         ttl_ms=milliseconds("ttl", given.get("ttl", 0.0)),

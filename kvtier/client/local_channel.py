@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +40,7 @@ _AHEAD_PART: Final = 50
 _NOTHING: Final = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """A slot that may be written to until `until` (time.monotonic())."""
 
     slot: int
@@ -62,8 +61,7 @@ class Pages:
     priority: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     record: int
     at: float
     wanted: int

@@ -54,18 +54,18 @@ class PutTally:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a handler of a signal may put in the middle of a put
-        self._counts = PutCounts()
+        self._totals = dict.fromkeys((item.name for item in fields(PutCounts)), 0)
 
     @property
     def counts(self) -> PutCounts:
-        return self._counts
+        # One step: who asks must not wait for a call that was interrupted.
+        return PutCounts(**self._totals.copy())
 
-    def add(self, *, stored: int = 0, existed: int = 0, left: int = 0, timed_out: int = 0) -> None:
-        more = PutCounts(stored=stored, existed=existed, left=left, timed_out=timed_out)
+    def add(self, **more: int) -> None:
+        """By the names of PutCounts."""
         with self._lock:
-            names = [item.name for item in fields(PutCounts)]
-            sums = {name: getattr(self._counts, name) + getattr(more, name) for name in names}
-            self._counts = PutCounts(**sums)
+            for name, count in more.items():
+                self._totals[name] += count
 
 
 class LocalPuts:

@@ -54,6 +54,9 @@ _PUT_CODES: Final[dict[type[KvtierError], PutCode]] = {
     UnknownHandle: PutCode.UNAVAILABLE,
 }
 
+#: What stops a put that only its deadline ends; making one takes longer than looking a page up.
+_NEVER: Final = threading.Event()
+
 
 @dataclass(slots=True)
 class BegunPut:
@@ -70,7 +73,7 @@ def begin_put(ns: AsyncNamespace, call: PutCall) -> BegunPut:
     """Puts what shared memory takes. Any thread; waits for the daemon within the deadline."""
     begun, puts = _put_of(ns, call)
     if puts is not None and begun.opened is not None:
-        _put_here(ns, call, begun, puts, begun.opened, threading.Event())
+        _put_here(ns, call, begun, puts, begun.opened, _NEVER)
     return begun
 
 

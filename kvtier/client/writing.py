@@ -13,17 +13,21 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtier.client.buffers import Rows
-from kvtier.core.page import NO_SUM, Codec, Durability, PageRef, PutCode, Tier
+from kvtier.core.page import KEY_BYTES, NO_SUM, Codec, Durability, PageRef, PutCode, Tier
 from kvtier.packing.checksum import payload_sum
 from kvtier.packing.layout import Layout
 from kvtier.transfer.planes.deadline import Deadline
 from kvtier.transfer.planes.values import Hints, OpenedNamespace, OutgoingPage, PutReply
 
-__all__ = ["PutOptions", "Writer"]
+__all__ = ["Names", "PutOptions", "Writer"]
 
 _CODES = frozenset(map(int, PutCode))
 _HOST = int(Durability.HOST)
+_NEW = int(PutCode.STORED)
 _STORED = frozenset(int(code) for code in PutCode if code.is_stored)
 
 
@@ -35,6 +39,15 @@ class PutOptions:
     parent: bytes
     depth: int
     is_chain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of n pages: keys and parents, shape (n, 32), zeros where there is none; depths, (n,)."""
+
+    keys: NDArray[np.uint8]
+    parents: NDArray[np.uint8]
+    depths: NDArray[np.uint32]
 
 
 class Writer:
@@ -92,27 +105,37 @@ class Writer:
                 )
         return unsure
 
-    def settle(self, index: int, code: PutCode, ref: PageRef | None) -> None:
-        """The outcome of a page that is in host memory now."""
-        self.codes[index] = code
-        self.reached[index] = _HOST
-        self.refs[index] = ref
+    def settle(
+        self, indices: Sequence[int], codes: bytes, refs: Sequence[PageRef] = ()
+    ) -> list[int]:
+        """The outcomes of pages that are in host memory now, those stored at `refs`; which of them
+        are not, and stay without one.
+        """
+        left = []
+        for at, (index, code) in enumerate(zip(indices, codes, strict=True)):
+            if code not in _STORED:
+                left.append(index)
+                continue
+            self.codes[index] = code
+            self.reached[index] = _HOST
+            if code == _NEW:
+                self.refs[index] = refs[at]
+        return left
 
     @property
     def stored(self) -> int:
         """Pages that are in the cache now."""
         return sum(code in _STORED for code in self.codes)
 
-    def parents_of(self, indices: Sequence[int]) -> list[bytes]:
-        """Empty where there is none."""
-        first, keys = self.options.parent, self.keys
-        if not self.options.is_chain:
-            return [first] * len(indices)
-        return [keys[index - 1] if index else first for index in indices]
-
-    def depths_of(self, indices: Sequence[int]) -> list[int]:
-        depth = self.options.depth
-        return [depth + index if self.options.is_chain else depth for index in indices]
+    def names(self) -> Names:
+        """Those of all pages."""
+        options, count = self.options, len(self.keys)
+        keys, first = b"".join(self.keys), options.parent or bytes(KEY_BYTES)
+        parents = (first + keys)[: len(keys)] if options.is_chain else first * count
+        depths = np.full(count, options.depth, "<u4")
+        if options.is_chain:
+            depths += np.arange(count, dtype="<u4")
+        return Names(_rows(keys), _rows(parents), depths)
 
     def fail(self, indices: Sequence[int], code: PutCode) -> None:
         """The outcome of pages whose call failed; what was refused before sending stays refused."""
@@ -126,6 +149,7 @@ class Writer:
         options = self.options
         raw_sum = self._sum(index, handle, Codec.RAW, raw)
         data, origin_sum = raw, NO_SUM
+        parent, depth = self._place(index)
         if options.codec is not Codec.RAW:
             packed = await self._pack(raw)
             if packed is None:
@@ -140,9 +164,16 @@ class Writer:
             data=data,
             origin_sum=origin_sum,
             lossy=options.codec is not Codec.RAW,
-            parent=self.parents_of((index,))[0],
-            depth=self.depths_of((index,))[0],
+            parent=parent,
+            depth=depth,
         )
+
+    def _place(self, index: int) -> tuple[bytes, int]:
+        """Parent, empty where there is none, and depth of a page."""
+        options = self.options
+        if not options.is_chain:
+            return options.parent, options.depth
+        return self.keys[index - 1] if index else options.parent, options.depth + index
 
     def _sum(self, index: int, handle: OpenedNamespace, codec: Codec, data: memoryview) -> bytes:
         return payload_sum(
@@ -154,3 +185,7 @@ class Writer:
             codec=codec,
             length=len(data),
         )
+
+
+def _rows(keys: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 __all__ = [
     "KEY_BYTES",
@@ -96,8 +97,7 @@ class Durability(IntEnum):
     NVME = 2
 
 
-@dataclass(frozen=True, slots=True)
-class PageRef:
+class PageRef(NamedTuple):
     """A page's tag: one allocation of one slot. `slot` is an offset in units of 4 KiB in its
     tier."""
 

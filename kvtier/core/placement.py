@@ -135,6 +135,8 @@ class Placement:
         key = (tier, record_bytes)
         if self._failed_look.get(key) == residents.changes:
             return False  # nothing has been let go since: the answer would be the same
+        if set(residents.allocators[tier].classes()) <= {record_bytes}:
+            return False  # no other class: seen without a look through the table
         for slab in self._coldest_slabs(tier, record_bytes, colder_than=colder_than):
             rows = self._dependents(self._rows_in(tier, slab))
             if bool((residents.table.column("leases")[rows] == 0).all()):

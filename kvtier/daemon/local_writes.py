@@ -5,25 +5,23 @@ the store makes the page findable. The payload is not read here: its sum is its 
 verified by every get and before the page leaves host memory. A slot that is not a live grant of
 this very writer is never touched.
 
-All methods belong to the local server's thread; what has to be known on
-the event loop is told to it before the answer goes out.
+All methods belong to the local server's thread; what has to be known on the event loop is reported
+before the answer goes out.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtier.core.page import KEY_BYTES, NO_SUM, SUM_BYTES, Codec, PageMeta, PageRef, PutCode
 from kvtier.core.page_columns import PageColumns, cut
 from kvtier.core.store import Store
+from kvtier.daemon.put_reports import PutReport
 from kvtier.errors import DaemonUnavailable
-from kvtier.packing.header_blocks import encode_headers
+from kvtier.packing.header_blocks import HeaderBlocks
 from kvtier.packing.record import HEADER_BYTES, record_bytes
 from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.host import HostArena
@@ -31,26 +29,18 @@ from kvtier.transfer.local import frames
 from kvtier.transfer.mover import Subject
 from kvtier.transfer.place import Identity
 
-__all__ = ["PutReport", "LocalWrites"]
+__all__ = ["LocalWrites"]
 
 _NO_PARENT = bytes(KEY_BYTES)
-_TAKEN = {int(code): code for code in PutCode if code.is_stored}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutReport:
-    """What one WRITE came to, for those who keep count on the event loop."""
-
-    session_id: int
-    scope: tuple[int, int]  # namespace number and shard
-    #: Of the pages that are in the cache now: those stored, and those that were there.
-    keys: tuple[bytes, ...]
-    codes: Counter[PutCode]
-    payload_bytes: int
+_TAKEN = frozenset(int(code) for code in PutCode if code.is_stored)
+#: Kinds of pages whose header blocks are kept: those of the writers of the last seconds.
+_BLOCKS_MAX = 64
 
 
 class LocalWrites:
-    """`subject_of` is Registry.subject_of, `is_serving` says whether puts are taken at all."""
+    """`subject_of` is Registry.subject_of, `is_serving` says whether puts are taken at all.
+    `on_put` is called before a WRITE is answered, `on_answered` after it.
+    """
 
     def __init__(
         self,
@@ -61,6 +51,7 @@ class LocalWrites:
         subject_of: Callable[[int, int, bytes], Subject | None],
         is_serving: Callable[[], bool],
         on_put: Callable[[PutReport], None],
+        on_answered: Callable[[], None],
     ) -> None:
         self._store = store
         self._arena = arena
@@ -68,6 +59,8 @@ class LocalWrites:
         self._subject_of = subject_of
         self._is_serving = is_serving
         self._on_put = on_put
+        self._on_answered = on_answered
+        self._blocks: dict[tuple[Identity, int, str, int, int], HeaderBlocks] = {}
 
     def write(self, holder: int, frame: frames.Write) -> Iterator[frames.Written]:
         """Takes back and seals, then grants: the answers, to be sent one by one as they come. Who
@@ -82,13 +75,17 @@ class LocalWrites:
         if frame.returned:
             returned = np.frombuffer(frame.returned, "<u8").tolist()
             self._store.grants.give_back(holder, returned)
-        codes = self._seal(holder, frame)
-        self._tell(frame, codes)
+        pages = _columns(frame)
+        codes = self._seal(holder, frame, pages)
+        self._tell(frame, pages.keys, codes)
         is_seen_first = bool(codes and frame.wanted)
-        if is_seen_first:
-            yield self._answer(frame, codes, (), follows=1)
-        granted = self._granted(holder, frame)
-        yield self._answer(frame, b"" if is_seen_first else codes, granted, follows=0)
+        try:
+            if is_seen_first:
+                yield self._answer(frame, codes, (), follows=1)
+            granted = self._granted(holder, frame)
+            yield self._answer(frame, b"" if is_seen_first else codes, granted, follows=0)
+        finally:
+            self._on_answered()
 
     def _granted(self, holder: int, frame: frames.Write) -> Sequence[PageRef]:
         if not frame.wanted or not self._is_layout(frame):
@@ -134,7 +131,7 @@ class LocalWrites:
         subject = self._subject_of(frame.namespace, frame.shard, _NO_PARENT)
         return subject is not None and _takes(subject, frame.length)
 
-    def _seal(self, holder: int, frame: frames.Write) -> bytes:
+    def _seal(self, holder: int, frame: frames.Write, pages: PageColumns) -> bytes:
         if not len(frame):
             return b""
         generations = np.frombuffer(frame.generations, np.uint64).tolist()
@@ -145,51 +142,67 @@ class LocalWrites:
             self._store.grants.give_back(holder, generations)
             code = PutCode.STALE_GENERATION if subject is None else PutCode.REFUSED
             return bytes([code]) * len(frame)
-        self._write_headers(holder, frame, subject.identity)
+        self._write_headers(holder, frame, generations, pages, subject.identity)
         crash_point("local.written")
         codes = self._store.grants.seal_many(
-            holder, frame.namespace, frame.shard, generations, _columns(frame)
+            holder, frame.namespace, frame.shard, generations, pages
         ).tobytes()
         crash_point("local.sealed")
         return codes
 
-    def _write_headers(self, holder: int, frame: frames.Write, identity: Identity) -> None:
-        generations = np.frombuffer(frame.generations, "<u8")
-        live: dict[int, tuple[int, PageRef]] = {}  # generation -> (which page, where)
-        for at, ref in enumerate(self._store.grants.refs(holder, generations.tolist())):
+    def _write_headers(
+        self,
+        holder: int,
+        frame: frames.Write,
+        generations: list[int],
+        pages: PageColumns,
+        identity: Identity,
+    ) -> None:
+        arena, depths = self._arena.bytes.data, np.frombuffer(frame.depths, "<u4").tolist()
+        blocks: HeaderBlocks | None = None
+        written: set[int] = set()
+        for at, ref in enumerate(self._store.grants.refs(holder, generations)):
             # A grant that is named twice is sealed as the first page.
-            if ref is not None and ref.generation not in live:
-                live[ref.generation] = at, ref
-        if not live:
-            return
-        which, slots = [at for at, _ in live.values()], [ref.slot for _, ref in live.values()]
-        _, ref = next(iter(live.values()))
-        blocks = encode_headers(
-            identity.header(_common(frame), ref),
-            keys=_rows(frame.keys, KEY_BYTES)[which],
-            parents=_rows(frame.parents, KEY_BYTES)[which],
-            payload_sums=_rows(frame.sums, SUM_BYTES)[which],
-            depths=np.frombuffer(frame.depths, "<u4")[which],
-            slots=np.array(slots, np.uint64),
-            generations=generations[which],
-        )
-        self._arena.bytes.reshape(-1, HEADER_BYTES)[slots] = blocks
+            if ref is None or ref.generation in written:
+                continue
+            written.add(ref.generation)
+            blocks = blocks or self._blocks_of(frame, identity, ref)
+            begin = ref.slot * HEADER_BYTES
+            arena[begin : begin + HEADER_BYTES] = blocks.of(
+                key=pages.keys[at],
+                parent=pages.parents[at],
+                payload_sum=pages.payload_sums[at],
+                depth=depths[at],
+                slot=ref.slot,
+                generation=ref.generation,
+            )
 
-    def _tell(self, frame: frames.Write, codes: bytes) -> None:
+    def _blocks_of(self, frame: frames.Write, identity: Identity, ref: PageRef) -> HeaderBlocks:
+        """Of pages like those of the frame; `ref` is any slot of this boot."""
+        common = identity, frame.length, frame.session, frame.ttl_ms, frame.priority
+        blocks = self._blocks.get(common)
+        if blocks is None:
+            if len(self._blocks) >= _BLOCKS_MAX:
+                self._blocks.clear()
+            blocks = HeaderBlocks(identity.header(_common(frame), ref))
+            self._blocks[common] = blocks
+        return blocks
+
+    def _tell(self, frame: frames.Write, keys: Sequence[bytes], codes: bytes) -> None:
         # What is not taken is put again over gRPC, and counted there.
+        taken = [key for key, code in zip(keys, codes, strict=True) if code in _TAKEN]
         known = cut(frame.known, KEY_BYTES)
-        named = zip(cut(frame.keys, KEY_BYTES), codes, strict=True)
-        taken = {key: code for key, code in named if code in _TAKEN}
         if not taken and not known:
             return
-        counts = Counter({_TAKEN[code]: n for code, n in Counter(taken.values()).items()})
-        counts[PutCode.EXISTS] += len(known)
         self._on_put(
             PutReport(
                 session_id=frame.session_id,
                 scope=(frame.namespace, frame.shard),
-                keys=(*taken, *known),
-                codes=counts,
+                keys=taken + known,
+                codes={
+                    PutCode.STORED: codes.count(PutCode.STORED),
+                    PutCode.EXISTS: codes.count(PutCode.EXISTS) + len(known),
+                },
                 payload_bytes=len(taken) * frame.length,
             )
         )
@@ -211,10 +224,6 @@ def _columns(frame: frames.Write) -> PageColumns:
         payload_sums=cut(frame.sums, SUM_BYTES),
         origin_sums=[NO_SUM] * count,
     )
-
-
-def _rows(column: bytes, width: int) -> NDArray[np.uint8]:
-    return np.frombuffer(column, np.uint8).reshape(-1, width)
 
 
 def _common(frame: frames.Write) -> PageMeta:

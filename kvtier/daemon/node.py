@@ -27,11 +27,11 @@ from kvtier.daemon.durability import Durability
 from kvtier.daemon.flushing import Unflushed
 from kvtier.daemon.forecasts import ForecastFile
 from kvtier.daemon.local_plane import LocalPlane
-from kvtier.daemon.local_writes import PutReport
 from kvtier.daemon.metrics import NVME_METRICS, Metrics, Samples
 from kvtier.daemon.nvme import NvmeService
 from kvtier.daemon.nvme_open import NvmeParts
 from kvtier.daemon.pools import DevicePools
+from kvtier.daemon.put_reports import PutReport, PutReports
 from kvtier.daemon.registry import Registry
 from kvtier.daemon.scrub import Scrubber, ScrubParts
 from kvtier.daemon.sessions import Session, Sessions
@@ -108,6 +108,7 @@ class Node:
                 parts.nvme, self.store, self.arena, self.registry, directory=self.directory
             )
         self.unflushed = Unflushed(self.store)
+        self.put_reports = PutReports(self._local_put)
         #: What deletes have to be told to: the tier's, or that of a tier that is off in this boot.
         self.durability: Durability | None = self.nvme.durability if self.nvme else None
         self.admission = Admission(limits)
@@ -301,21 +302,10 @@ class Node:
             **(self.nvme.readings() if self.nvme else {name: {} for name in NVME_METRICS}),
         }
 
-    def local_put(self, put: PutReport) -> None:
-        """A client has put pages by shared memory."""
-        self.metrics.local_puts(put.codes, put.payload_bytes)
-        try:
-            self.sessions.session(put.session_id)
-        except UnknownHandle:
-            pass  # it has ended: nobody will ask for a flush of it
-        else:
-            self.unflushed.stored(put.session_id, put.scope, put.keys)
-        if self.nvme is not None:
-            self.nvme.tiering.stored(put.scope, put.keys)
-
     async def flush(self, session: int) -> tuple[int, int]:
         """(pages that are durable now, pages that are not) of what the session has put since its
         last flush."""
+        self.put_reports.take_in()
         held, known_lost = self.unflushed.take(session)
         pages, lost = 0, known_lost
         try:
@@ -350,6 +340,18 @@ class Node:
         if reading.ref.tier is Tier.NVME and self.nvme is not None:
             return await self.nvme.mover.condemn(reading) is MoveCode.CORRUPT
         return self.store.condemn(reading.ref)
+
+    def _local_put(self, put: PutReport) -> None:
+        """A client has put pages by shared memory."""
+        self.metrics.local_puts(put.codes, put.payload_bytes)
+        try:
+            self.sessions.session(put.session_id)
+        except UnknownHandle:
+            pass  # it has ended: nobody will ask for a flush of it
+        else:
+            self.unflushed.stored(put.session_id, put.scope, put.keys)
+        if self.nvme is not None:
+            self.nvme.tiering.stored(put.scope, put.keys)
 
     def _session_ended(self, session: Session[Place], why: str) -> None:
         leases = self.store.pins.end_session(session.session_id)

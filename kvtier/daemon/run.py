@@ -13,6 +13,7 @@ import secrets
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from kvtier._version import __version__
@@ -28,7 +29,7 @@ from kvtier.core.store import Store
 from kvtier.core.store_config import StoreConfig
 from kvtier.daemon.forecasts import ForecastFile, host_policy
 from kvtier.daemon.local_plane import LocalPlane
-from kvtier.daemon.local_writes import LocalWrites, PutReport
+from kvtier.daemon.local_writes import LocalWrites
 from kvtier.daemon.logs import setup_logging
 from kvtier.daemon.metrics import Exporter
 from kvtier.daemon.node import Node, NodeState, Parts
@@ -234,18 +235,14 @@ def _start_local(node: Node, effective: Effective) -> None:
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         node.warn(f"local plane: {path} is longer than the path of a socket may be")
         return
-    loop = asyncio.get_running_loop()
-
-    def count(put: PutReport) -> None:
-        loop.call_soon_threadsafe(node.local_put, put)
-
     writes = LocalWrites(
         node.store,
         node.arena,
         grant_s=node.config.local.grant_ms / 1000,
         subject_of=node.registry.subject_of,
         is_serving=lambda: node.state is NodeState.READY,
-        on_put=count,
+        on_put=node.put_reports.add,
+        on_answered=partial(node.put_reports.wake, asyncio.get_running_loop()),
     )
     node.local_socket = node.local.start(
         path,

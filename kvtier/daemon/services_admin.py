@@ -67,6 +67,7 @@ class AdminService:
         self, _request: pb.GetStatusRequest, _context: Context
     ) -> pb.GetStatusResponse:
         node = self._node
+        node.put_reports.take_in()
         return pb.GetStatusResponse(
             version=__version__,
             state=node.state.value,

@@ -104,7 +104,7 @@ def bound_block(
 
 
 def bound_blocks(
-    keys: Sequence[bytes],
+    keys: Sequence[bytes] | NDArray[np.uint8],
     *,
     fingerprint: bytes,
     namespace_generation: int,
@@ -113,10 +113,11 @@ def bound_blocks(
     length: int,
 ) -> NDArray[np.uint64]:
     """The bound blocks of many pages without their digests, shape (n, 16): words of 8 bytes.
+    Keys are a list, or uint8 of shape (n, 32).
 
     Raises KeyLengthError.
     """
-    joined = b"".join(keys)
+    joined = keys.tobytes() if isinstance(keys, np.ndarray) else b"".join(keys)
     if len(joined) != KEY_BYTES * len(keys):
         raise KeyLengthError(
             f"{len(keys)} keys have {len(joined)} bytes together",

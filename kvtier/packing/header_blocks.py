@@ -1,51 +1,61 @@
-"""Header blocks of many pages at once, of pages that differ in what a put says of each of them.
+"""Header blocks of pages that differ in what a put says of each of them.
 
-Promise: the bytes are those of `encode_header` for each page (a test holds the two together), which
-makes the block that all are copies of. Pure functions, safe from any thread.
+Promise: the bytes are those of `encode_header` for each page (a test holds the two together), whose
+block for what they have in common is made once. One thread.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+import struct
+from typing import Final
 
 from kvtier.packing.checksum import header_sum
-from kvtier.packing.header_columns import FLAG_PARENT, SUM_OFFSET, fields_of
-from kvtier.packing.record import HEADER_BYTES, RecordHeader, encode_header
+from kvtier.packing.header_columns import FLAG_PARENT, HEADER_DTYPE, SUM_OFFSET
+from kvtier.packing.record import RecordHeader, encode_header
 
-__all__ = ["encode_headers"]
+__all__ = ["HeaderBlocks"]
+
+assert HEADER_DTYPE.fields is not None
+_AT: Final = {name: offset for name, (_, offset, *_) in HEADER_DTYPE.fields.items()}
+#: Fields that lie one behind the other: key, parent, payload_sum; generation, sequence, slot.
+_NAMES: Final = struct.Struct("<32s32s16s")
+_NAMES_AT: Final = _AT["key"]
+_PLACE: Final = struct.Struct("<QQQ")
+_PLACE_AT: Final = _AT["generation"]
+_DEPTH: Final = struct.Struct("<I")
+_DEPTH_AT: Final = _AT["depth"]
+_FLAGS: Final = struct.Struct("<H")
+_FLAGS_AT: Final = _AT["flags"]
+_SUM: Final = struct.Struct("<Q")
 
 
-def encode_headers(
-    common: RecordHeader,
-    *,
-    keys: NDArray[np.uint8],
-    parents: NDArray[np.uint8],
-    payload_sums: NDArray[np.uint8],
-    depths: NDArray[np.uint32],
-    slots: NDArray[np.uint64],
-    generations: NDArray[np.uint64],
-) -> NDArray[np.uint8]:
-    """The header blocks of n pages, shape (n, 4096): `common` with what is of each page, keys and
-    parents (n, 32; zeros: none), sums (n, 16), and columns of n. The sequence is the generation.
+class HeaderBlocks:
+    """Of pages with `common` in common. Raises as `encode_header`."""
 
-    Raises as `encode_header`.
-    """
-    blocks = np.empty((len(keys), HEADER_BYTES), np.uint8)
-    blocks[:] = np.frombuffer(encode_header(common), np.uint8)
-    fields = fields_of(blocks)
-    fields["key"] = keys
-    fields["parent"] = parents
-    fields["payload_sum"] = payload_sums
-    fields["generation"] = fields["sequence"] = generations
-    fields["slot"] = slots
-    fields["depth"] = depths
-    has_parent = parents.any(axis=1)
-    fields["flags"] = (fields["flags"] & ~np.uint16(FLAG_PARENT)) | has_parent * np.uint16(
-        FLAG_PARENT
-    )
-    flat = blocks.reshape(-1).data
-    blocks[:, SUM_OFFSET:].view("<u8")[:, 0] = [
-        header_sum(flat[at : at + SUM_OFFSET]) for at in range(0, len(flat), HEADER_BYTES)
-    ]
-    return blocks
+    def __init__(self, common: RecordHeader) -> None:
+        self._block = bytearray(encode_header(common))
+        self._summed = memoryview(self._block)[:SUM_OFFSET]
+        (flags,) = _FLAGS.unpack_from(self._block, _FLAGS_AT)
+        self._flags = flags & ~FLAG_PARENT
+
+    def of(
+        self,
+        *,
+        key: bytes,
+        parent: bytes,
+        payload_sum: bytes,
+        depth: int,
+        slot: int,
+        generation: int,
+    ) -> bytearray:
+        """The block of one page, good until the next is asked for. The key has 32 bytes, as the
+        parent if there is one, the sum 16. The sequence is the generation.
+        """
+        block = self._block
+        flags = self._flags | FLAG_PARENT if parent else self._flags
+        _NAMES.pack_into(block, _NAMES_AT, key, parent, payload_sum)
+        _PLACE.pack_into(block, _PLACE_AT, generation, generation, slot)
+        _DEPTH.pack_into(block, _DEPTH_AT, depth)
+        _FLAGS.pack_into(block, _FLAGS_AT, flags)
+        _SUM.pack_into(block, SUM_OFFSET, header_sum(self._summed))
+        return block

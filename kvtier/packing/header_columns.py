@@ -26,7 +26,6 @@ __all__ = [
     "HEADER_DTYPE",
     "HeaderVerdict",
     "SUM_OFFSET",
-    "fields_of",
     "read_headers",
 ]
 
@@ -78,7 +77,7 @@ class HeaderVerdict(IntEnum):
     DAMAGED = 2  # a header once; its bytes are not what was written, or of another version
 
 
-def fields_of(blocks: NDArray[np.uint8]) -> NDArray[Any]:
+def _fields_of(blocks: NDArray[np.uint8]) -> NDArray[Any]:
     """The fields of `blocks` in place, shape (n,) of HEADER_DTYPE."""
     fields: NDArray[Any] = blocks[:, :_SESSION_OFFSET].view(HEADER_DTYPE)[:, 0]
     return fields
@@ -90,7 +89,7 @@ def read_headers(blocks: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[np.ui
     `fields` is (n,) of HEADER_DTYPE, a copy; it means something where the verdict is SOUND.
     """
     # Contiguous: a look at every 4096th byte is a look at another line of the cache each time.
-    fields = fields_of(np.ascontiguousarray(blocks[:, :_SESSION_OFFSET]))
+    fields = _fields_of(np.ascontiguousarray(blocks[:, :_SESSION_OFFSET]))
     has_magic = fields["magic"] == _MAGIC
     has_version = (fields["version"] == RECORD_VERSION) & (fields["header_bytes"] == HEADER_BYTES)
     flags = fields["flags"]

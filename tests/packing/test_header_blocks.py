@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.core.page import Codec, Tier
 from kvtier.errors import LimitExceeded
-from kvtier.packing.header_blocks import encode_headers
+from kvtier.packing.header_blocks import HeaderBlocks
 from kvtier.packing.record import RecordHeader, decode_header, encode_header
 from tests.seeds import seeds
 
@@ -47,17 +47,16 @@ def test_the_bytes_are_those_of_each_page(seed: int) -> None:
     sums = rng.integers(0, 256, (count, 16)).astype(np.uint8)
     depths = rng.integers(0, 2**32, count).astype(np.uint32)
     slots, generations = rng.integers(0, 2**64, (2, count), np.uint64)
-    blocks = encode_headers(
-        common,
-        keys=keys,
-        parents=parents,
-        payload_sums=sums,
-        depths=depths,
-        slots=slots,
-        generations=generations,
-    )
-    assert blocks.shape == (count, 4096)
+    blocks = HeaderBlocks(common)
     for i in range(count):
+        block = blocks.of(
+            key=keys[i].tobytes(),
+            parent=parents[i].tobytes() if parents[i].any() else b"",
+            payload_sum=sums[i].tobytes(),
+            depth=int(depths[i]),
+            slot=int(slots[i]),
+            generation=int(generations[i]),
+        )
         header = replace(
             common,
             key=keys[i].tobytes(),
@@ -68,20 +67,10 @@ def test_the_bytes_are_those_of_each_page(seed: int) -> None:
             generation=int(generations[i]),
             sequence=int(generations[i]),
         )
-        assert blocks[i].tobytes() == encode_header(header)
-        assert decode_header(blocks[i].data) == header
+        assert block == encode_header(header)
+        assert decode_header(memoryview(block)) == header
 
 
 def test_what_no_record_holds_is_refused() -> None:
-    common = replace(common_header(np.random.default_rng(1)), ttl_ms=1 << 64)
-    column = np.zeros(1, np.uint64)
     with pytest.raises(LimitExceeded):
-        encode_headers(
-            common,
-            keys=np.zeros((1, 32), np.uint8),
-            parents=np.zeros((1, 32), np.uint8),
-            payload_sums=np.zeros((1, 16), np.uint8),
-            depths=np.zeros(1, np.uint32),
-            slots=column,
-            generations=column,
-        )
+        HeaderBlocks(replace(common_header(np.random.default_rng(1)), ttl_ms=1 << 64))
