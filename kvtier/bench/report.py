@@ -159,6 +159,8 @@ def setup_lines(trace: dict[str, Any], setup: dict[str, Any]) -> Iterator[str]:
             "bound; no policy of the daemon drops pages by age)"
         )
     yield from (f"note: {note}" for note in trace["notes"])
+    if setup["put_ttl_s"]:
+        yield f"every put says that its pages are worth keeping for {setup['put_ttl_s']:g} s"
     if setup["token_bytes"]:
         yield f"model: {setup['model'] or 'given'}, {setup['token_bytes']:,} bytes of KV a token"
 
