@@ -87,8 +87,8 @@ def test_a_page_past_its_ttl_is_there_until_room_is_needed_and_then_the_first_to
         kvtier.connect(process.url, deadline=20, plane="grpc") as far,
         kvtier.connect(process.url, deadline=20) as near,
     ):
-        attached(near)
         ns, other = near.namespace(opaque(NBYTES)), far.namespace(opaque(NBYTES))
+        attached(near)
         old, *brief = keys = separate_keys(ns, 0, 3)
         pages = pages_of(keys, NBYTES)
         ns.put([old], pages[:1]).raise_for_refused()
