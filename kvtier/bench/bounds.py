@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvtier.bench.trace import Paths, Trace
 
-__all__ = ["Optimum", "ceiling", "ceiling_with_ttl", "own_prefix"]
+__all__ = ["Optimum", "ceiling", "ceiling_with_ttl", "last_used_by_own", "own_prefix"]
 
 Ints = npt.NDArray[np.int32]
 
@@ -55,6 +55,20 @@ def own_prefix(trace: Trace) -> Ints:
         path = paths[request]
         found[request] = np.count_nonzero(had_by[path] == session[request])
         had_by[path] = session[request]
+    return found
+
+
+def last_used_by_own(trace: Trace) -> npt.NDArray[np.int64]:
+    """Of each request, the tokens of those blocks whose last user was its own session."""
+    user = np.full(trace.blocks_seen, -1, np.int32)
+    found = np.empty(trace.requests, np.int64)
+    session, known = trace.session.tolist(), trace.known_tokens.tolist()
+    for request, path in enumerate(Paths(trace)):
+        is_own = user[path] == session[request]
+        found[request] = trace.block_tokens * np.count_nonzero(is_own)
+        if len(path) and is_own[-1]:  # which may not be full
+            found[request] -= trace.block_tokens * len(path) - known[request]
+        user[path] = session[request]
     return found
 
 

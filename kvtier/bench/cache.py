@@ -15,10 +15,13 @@ fast_cache.py is this with LRU's loops compiled. One thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.bench.trace import NO_BLOCK
+from kvtier.core.lapses import LapseQueue
 from kvtier.core.policy import POLICIES
 from kvtier.core.policy.base import Policy
 from kvtier.core.policy.forecasting import FORECASTING, Forecasting
@@ -39,18 +42,19 @@ def _any_may_go(row: int) -> bool:
 class Cache:
     """Up to `slots` blocks of a tree given by the parent of each."""
 
-    def __init__(self, parent: Ints, slots: int, policy: str) -> None:
-        """`policy`: a name of core's POLICIES or FORECASTING; KeyError for another. No slots:
-        nothing is kept."""
+    def __init__(self, parent: Ints, slots: int, policy: str, *, ttl_s: float = 0.0) -> None:
+        """`policy`: a name of core's POLICIES or FORECASTING; KeyError for another. `ttl_s`: what
+        every put says its pages are worth keeping for; 0: nothing. No slots: nothing is kept."""
         rows = max(1, min(slots, len(parent)))
         self.slots = min(slots, rows)
         self._table = CopyTable(rows)
+        self._clock = Clock()
         self._hearing: Forecasting | None = None  # the policy, if it hears of requests
         self._policy: Policy
         if policy in FORECASTING:
-            self._policy = self._hearing = FORECASTING[policy](self._table, Clock())
+            self._policy = self._hearing = FORECASTING[policy](self._table, self._clock)
         else:
-            self._policy = POLICIES[policy](self._table, Clock())
+            self._policy = POLICIES[policy](self._table, self._clock)
         self._parent = parent
         self._parents = parent.data
         self._row_np: Ints = np.full(len(parent), NO_ROW, np.int32)  # of each block
@@ -73,6 +77,10 @@ class Cache:
         self._words: npt.NDArray[np.uint64] | None = None
         if not isinstance(self._policy, LruTailFirst):
             self._words = self._table.key_words_np[:, 0]
+        self._ttl_ms = round(1000 * ttl_s)
+        self._lapses: LapseQueue | None = None
+        if self._ttl_ms:
+            self._lapses = LapseQueue(self._table, self._clock, self._is_in)
         self.stored = 0
         self.evicted = 0
         #: Of the blocks that gave way last: which had been used since they were stored.
@@ -105,6 +113,10 @@ class Cache:
     def is_hearing(self) -> bool:
         """Its policy hears of requests."""
         return self._hearing is not None
+
+    def tell(self, now: float) -> None:
+        """The time, in seconds of any clock that does not go back."""
+        self._clock.tell(now)
 
     def request(self, now: float, path: Ints, *, whole: int, output: int) -> None:
         """A request comes that has this path, of `whole` whole blocks."""
@@ -147,7 +159,8 @@ class Cache:
             self._leases[pinned] += 1
         policy, block_of, parents, row_of = self._policy, self._block, self._parents, self._row
         children, after, leases, ready = self._children, self._after, self._leases, policy.ready
-        evict, queued = policy.evict, self._queued
+        queued, lapses = self._queued, self._lapses
+        evict = policy.evict if lapses is None else self._evict_next
         rows: list[int] = []
         for _ in range(count):
             row = evict(_any_may_go)
@@ -175,6 +188,18 @@ class Cache:
         self.gone_used = self._uses[freed] > 0
         return self._block_np[freed]
 
+    def _is_in(self, row: int, block: int) -> bool:
+        return self._row[block] == row
+
+    def _evict_next(self, evictable: Callable[[int], bool]) -> int:
+        """The row to evict next where pages have times, as the daemon's placement chooses it."""
+        assert self._lapses is not None
+        row = self._lapses.next(evictable)
+        if row == NO_ROW:
+            return self._policy.evict(evictable)
+        self._policy.forget(row)
+        return row
+
     def _admit(self, path: Ints) -> None:
         """Blocks that are not here, one after the other of one chain, or of several."""
         n = len(path)
@@ -201,6 +226,9 @@ class Cache:
                 self._recount(block)
         self._policy.admit_many(rows)
         self.stored += n
+        if self._lapses is not None:
+            for row, block in zip(rows[::-1].tolist(), path[::-1].tolist(), strict=True):
+                self._lapses.note(row, block, self._ttl_ms)
 
     def _join(self, before: int) -> None:
         """A block has come after this one."""

@@ -26,12 +26,14 @@ def without_numba() -> str | None:
     return None
 
 
-def make_cache(parent: npt.NDArray[np.int32], slots: int, policy: str) -> Cache:
+def make_cache(
+    parent: npt.NDArray[np.int32], slots: int, policy: str, *, ttl_s: float = 0.0
+) -> Cache:
     """As `Cache`."""
-    if policy == "lru":
+    if policy == "lru" and not ttl_s:
         try:
             made: Cache = load_optional("kvtier.bench.fast_cache").FastCache(parent, slots)
         except ImportError:
             return Cache(parent, slots, policy)
         return made
-    return Cache(parent, slots, policy)
+    return Cache(parent, slots, policy, ttl_s=ttl_s)

@@ -11,11 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.bench.bounds import Optimum, ceiling, ceiling_with_ttl, own_prefix
+from kvtier.bench.bounds import (
+    Optimum,
+    ceiling,
+    ceiling_with_ttl,
+    last_used_by_own,
+    own_prefix,
+)
 from kvtier.bench.capacity import Sizes
 from kvtier.bench.prices import TokenPrices
 from kvtier.bench.replay import Replay, SimTier
-from kvtier.bench.spread import live_columns, spread, windows
+from kvtier.bench.spread import live_columns, most_at_once, spread, windows
 from kvtier.bench.trace import Trace
 
 __all__ = ["DEFINITIONS", "Basis", "Ratios", "ratios", "result", "summary"]
@@ -81,6 +87,7 @@ def summary(basis: Basis, sizes: Sizes, ttls_s: Sequence[float] = ()) -> dict[st
     live, held = live_columns(trace)
     best = trace.tokens(basis.ceiling)
     own = trace.tokens(np.minimum(basis.ceiling, basis.own))
+    last = last_used_by_own(trace)
     working_set = trace.working_set_tokens
     return {
         "format": trace.format,
@@ -94,11 +101,14 @@ def summary(basis: Basis, sizes: Sizes, ttls_s: Sequence[float] = ()) -> dict[st
         "span_s": float(trace.arrival_s[-1] - trace.arrival_s[0]),
         "sessions_live_peak": int(live.max()),
         "live_tokens_peak": int(held.max()),
+        "live_largest_tokens_peak": most_at_once(trace),
         "working_set_tokens": working_set,
         "working_set_bytes": sizes.bytes_of(trace.blocks_seen),
         "ceiling": _plain(ratios(trace, basis.ceiling)),
         "ceiling_same_session": _part(own, trace.input_tokens),
         "ceiling_cross_session": _part(best - own, trace.input_tokens),
+        "ceiling_last_used_by_same_session": _part(last, trace.input_tokens),
+        "ceiling_last_used_by_other_session": _part(best - last, trace.input_tokens),
         "ceiling_with_ttl": {
             f"{ttl_s:g}": ratios(trace, ceiling_with_ttl(trace, ttl_s)).cold for ttl_s in ttls_s
         },

@@ -48,13 +48,15 @@ class WritePolicy(StrEnum):
 class ReplayPlan:
     """`slots`: blocks of each tier that there is. `told`: the daemon hears of the pages that an
     engine found in its own cache, so that they stay young in the tiers below too. `hints`: what is
-    said of a session's return, to policies that heed it."""
+    said of a session's return, to policies that heed it. `ttl_s`: what each put says its pages are
+    worth keeping for, which host memory heeds; 0: nothing."""
 
     slots: dict[SimTier, int]
     policy: str = "lru"
     write: WritePolicy = WritePolicy.THROUGH
     told: bool = True
     hints: Hints = Hints.NONE
+    ttl_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -104,7 +106,13 @@ class Stack:
     def __init__(self, trace: Trace, plan: ReplayPlan) -> None:
         self._plan = plan
         self._caches = {
-            tier: make_cache(trace.parent, slots, plan.policy) for tier, slots in plan.slots.items()
+            tier: make_cache(
+                trace.parent,
+                slots,
+                plan.policy,
+                ttl_s=plan.ttl_s if tier is SimTier.HOST else 0.0,
+            )
+            for tier, slots in plan.slots.items()
         }
         self._gpu = self._caches.get(SimTier.GPU)
         self._host = self._caches.get(SimTier.HOST)
@@ -121,10 +129,13 @@ class Stack:
         }
 
     def begin(self, trace: Trace, request: int, path: Ints) -> None:
-        """Tells the policies that hear of requests."""
+        """Tells the time, and policies that hear of requests."""
+        now = float(trace.arrival_s[request])
+        if self._plan.ttl_s and self._host is not None:
+            self._host.tell(now)
         for cache in self._hearing:
             cache.request(
-                float(trace.arrival_s[request]),
+                now,
                 path,
                 whole=min(len(path), int(trace.input_tokens[request]) // trace.block_tokens),
                 output=int(trace.output_tokens[request]),

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvtier.bench.figures import DEFINITIONS
 from kvtier.bench.textbook import TEXTBOOK
-from kvtier.core.policy.forecasting import FORECASTING
+from kvtier.core.policy.forecasting import FORECASTING, REFUSING
 
 __all__ = [
     "FORMAT",
@@ -42,7 +42,11 @@ ONE_PASS: Final = (
     "its LRU finds, to which tests hold it. Tier gpu stands for an engine's own radix cache."
 )
 _TEXTBOOK: Final = " Not so {names}: of textbooks, in code of their own."
-_FORECASTING: Final = " No daemon can be set to {names} yet."
+_FORECASTING: Final = (
+    " Here {names} hears of each request whole, and of its output tokens; in a daemon it puts "
+    "requests together from the pages that are used."
+)
+_REFUSING: Final = " No daemon can be set to {names}: it takes every put."
 FORMAT: Final = 1
 #: Of the best hit ratio: what the sentence takes for enough.
 _NEARLY: Final = 0.95
@@ -66,8 +70,9 @@ def document(
 
 def _shared(results: Sequence[dict[str, Any]]) -> str:
     text = SHARED
-    for sentence, kind in ((_TEXTBOOK, TEXTBOOK), (_FORECASTING, FORECASTING)):
-        names = sorted({row["policy"] for row in results} & kind.keys())
+    kinds = ((_TEXTBOOK, TEXTBOOK), (_FORECASTING, FORECASTING), (_REFUSING, REFUSING))
+    for sentence, kind in kinds:
+        names = sorted({row["policy"] for row in results} & set(kind))
         text += sentence.format(names=", ".join(names)) if names else ""
     return text
 
@@ -135,15 +140,18 @@ def setup_lines(trace: dict[str, Any], setup: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"blocks: {trace['blocks']:,} of {trace['block_tokens']} tokens, working set {size}; at "
-        f"most {trace['sessions_live_peak']:,} sessions and "
-        f"{token_text(trace['live_tokens_peak'])} of context live at once"
+        f"most {trace['sessions_live_peak']:,} sessions live at once, with "
+        f"{token_text(trace['live_tokens_peak'])} of context by their last inputs, "
+        f"{token_text(trace['live_largest_tokens_peak'])} by their largest"
     )
     ceiling = trace["ceiling"]
     names = ", ".join(f"{name} {percent(ceiling[name])}" for name in DEFINITIONS)
     yield f"ceiling (a cache that never evicts): {names}"
     yield (
-        f"  of it the same session's {percent(trace['ceiling_same_session'])}, other sessions' "
-        f"{percent(trace['ceiling_cross_session'])}"
+        f"  of it blocks that a session had before {percent(trace['ceiling_same_session'])}, "
+        f"others alone {percent(trace['ceiling_cross_session'])}; or by who used them last: "
+        f"the same session {percent(trace['ceiling_last_used_by_same_session'])}, another "
+        f"{percent(trace['ceiling_last_used_by_other_session'])}"
     )
     for ttl_s, ratio in trace["ceiling_with_ttl"].items():
         yield (
@@ -151,6 +159,8 @@ def setup_lines(trace: dict[str, Any], setup: dict[str, Any]) -> Iterator[str]:
             "bound; no policy of the daemon drops pages by age)"
         )
     yield from (f"note: {note}" for note in trace["notes"])
+    if setup["put_ttl_s"]:
+        yield f"every put says that its pages are worth keeping for {setup['put_ttl_s']:g} s"
     if setup["token_bytes"]:
         yield f"model: {setup['model'] or 'given'}, {setup['token_bytes']:,} bytes of KV a token"
 

@@ -9,7 +9,15 @@ import numpy.typing as npt
 
 from kvtier.bench.trace import Trace
 
-__all__ = ["PERCENTILES", "WINDOWS", "live_columns", "session_ratios", "spread", "windows"]
+__all__ = [
+    "PERCENTILES",
+    "WINDOWS",
+    "live_columns",
+    "most_at_once",
+    "session_ratios",
+    "spread",
+    "windows",
+]
 
 Longs = npt.NDArray[np.int64]
 
@@ -86,3 +94,16 @@ def live_columns(trace: Trace) -> tuple[Longs, Longs]:
     live = np.cumsum(begins) - (np.cumsum(ends) - ends)
     held = np.cumsum(growth) - (np.cumsum(leaves) - leaves)
     return live, held
+
+
+def most_at_once(trace: Trace) -> int:
+    """The most tokens of sessions between their first and last request, each of which counts with
+    its largest input."""
+    largest = np.zeros(trace.sessions, np.int64)
+    np.maximum.at(largest, trace.session, trace.input_tokens)
+    change = np.zeros(trace.requests + 1, np.int64)
+    sessions, first = np.unique(trace.session, return_index=True)
+    _, from_end = np.unique(trace.session[::-1], return_index=True)
+    np.add.at(change, first, largest[sessions])
+    np.subtract.at(change, trace.requests - from_end, largest[sessions])
+    return int(np.cumsum(change).max())

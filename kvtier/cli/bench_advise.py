@@ -20,10 +20,12 @@ from kvtier.bench.replay import ReplayPlan, SimTier, WritePolicy, replay
 from kvtier.bench.report import percent, size_text
 from kvtier.bench.trace import Trace
 from kvtier.cli.bench_model import token_bytes
+from kvtier.cli.bench_options import check_numba
 from kvtier.cli.bench_trace import load_trace
 from kvtier.cli.progress_bar import ProgressBar
 from kvtier.cli.table import table
 from kvtier.core.policy import POLICIES
+from kvtier.core.policy.forecasting import FORECASTING, REFUSING
 
 __all__ = ["run"]
 
@@ -83,11 +85,12 @@ def _targets(arguments: argparse.Namespace) -> dict[SimTier, float]:
 def _policy(arguments: argparse.Namespace) -> tuple[str, WritePolicy]:
     policy, write = arguments.policy, arguments.write or "back"
     for what, name, known in (
-        ("policy", policy, list(POLICIES)),
+        ("policy", policy, [*POLICIES, *(name for name in FORECASTING if name not in REFUSING)]),
         ("write", write, list(WritePolicy)),
     ):
         if name not in known:
             raise BenchInput(f"{what} {name!r} is not known", remedy=f"one of {', '.join(known)}")
+    check_numba([policy])
     return policy, WritePolicy(write)
 
 

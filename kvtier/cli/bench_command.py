@@ -83,8 +83,8 @@ def _add_compare(kinds: Any) -> None:
         description="What changed between two results of `kvtier bench hit-ratio --json`, in "
         "points.",
     )
-    parser.add_argument("a", type=Path, metavar="A.json")
-    parser.add_argument("b", type=Path, metavar="B.json")
+    parser.add_argument("a", type=Path, metavar="A.json", help="before")
+    parser.add_argument("b", type=Path, metavar="B.json", help="after; points are of B above A")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=_run_compare)
 
@@ -121,7 +121,10 @@ def _add_advise(kinds: Any) -> None:
     )
     group.add_argument("--at-most", metavar="host=SIZE,..", help="the most of a tier")
     group.add_argument(
-        "--policy", default="lru", metavar="NAME", help="one of the daemon's (default: lru)"
+        "--policy",
+        default="lru",
+        metavar="NAME",
+        help="of the daemon: lru (default), arc, s3-fifo, gittins",
     )
     group.add_argument(
         "--write", metavar="NAME", help="from host to nvme: back (default), through, selective"
@@ -133,7 +136,7 @@ def _add_advise(kinds: Any) -> None:
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the trace")
-    group.add_argument("trace", type=Path, metavar="TRACE")
+    group.add_argument("trace", type=Path, metavar="TRACE", help="a file or folder, see below")
     group.add_argument(
         "--block-tokens", type=int, metavar="N", help="default: what the trace says, or fits"
     )
@@ -197,6 +200,12 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         metavar="S,S",
         help="the ceiling of a cache that forgets what was not used for so many seconds, beside",
     )
+    group.add_argument(
+        "--put-ttl",
+        metavar="S",
+        help="what every put says: its pages give way first, in host memory, once they were not "
+        "used for so many seconds (default: nothing is said)",
+    )
     _add_model(group)
 
 
@@ -205,7 +214,9 @@ def _add_model(group: Any) -> None:
     group.add_argument(
         "--layout", type=Path, metavar="FILE", help="or the config.json of a Hugging Face model"
     )
-    group.add_argument("--bytes-per-token", type=int, metavar="N")
+    group.add_argument(
+        "--bytes-per-token", type=int, metavar="N", help="or the bytes of KV of a token"
+    )
     group.add_argument("--kv-dtype", choices=("bf16", "fp8"), help="default: bf16")
 
 
@@ -213,7 +224,7 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "several replicas (each with a cache of the size of tier gpu)"
     )
-    group.add_argument("--replicas", type=int, metavar="N")
+    group.add_argument("--replicas", type=int, metavar="N", help="how many engines, up to 4096")
     group.add_argument(
         "--router",
         metavar="NAME,NAME",
@@ -270,7 +281,7 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="the whole report as JSON")
-    group.add_argument("--csv", type=Path, metavar="FILE")
+    group.add_argument("--csv", type=Path, metavar="FILE", help="a row for each result and tier")
     group.add_argument("--plot", type=Path, metavar="FILE", help="out.png, out.svg or out.html")
 
 

@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         "engine_hits_told": not arguments.untold,
         "one_pass": arguments.one_pass,
         "hints": arguments.hints or Hints.NONE,
+        "put_ttl_s": options.put_ttl_s,
         "token_prices": None if options.prices is None else asdict(options.prices),
     }
     if arguments.replicas is not None:
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             write=write,
             told=not arguments.untold,
             hints=Hints(arguments.hints or Hints.NONE),
+            ttl_s=options.put_ttl_s,
         )
         for slots in chosen
         for write in (options.writes if slots.keys() >= _WRITES else [WritePolicy.BACK])

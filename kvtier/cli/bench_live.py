@@ -34,6 +34,7 @@ _REPLAYS_ONLY: Final = (
     "csv",
     "plot",
     "ttl",
+    "put_ttl",
     "hints",
     "price_cached",
     "price_uncached",
@@ -99,7 +100,10 @@ def _options(arguments: argparse.Namespace) -> LiveOptions:
             f"--{next(iter(_unused(arguments)), '')} changes nothing with --live",
             _unused(arguments),
         ),
-        (f"policy {arguments.policy} is not one of the daemon's", arguments.policy not in POLICIES),
+        (
+            f"--live compares {', '.join(POLICIES)} alone: --policy {arguments.policy}",
+            arguments.policy not in POLICIES,
+        ),
         ("--write is none of back, through, selective",
          arguments.write not in (None, *WritePolicy)),
     ):  # fmt: skip

@@ -25,10 +25,11 @@ from kvtier.core.policy import POLICIES
 from kvtier.core.policy.forecasting import FORECASTING
 from kvtier.errors import MissingExtra
 
-__all__ = ["Options", "check_place", "check_tiers"]
+__all__ = ["Options", "check_numba", "check_place", "check_tiers"]
 
 _HELP: Final = "see `kvtier bench hit-ratio --help`"
 _BLOCK_TOKENS_MAX: Final = 1 << 30
+_PUT_TTL_MIN_S: Final = 1e-3  # what a put can say
 _TTL_MAX_S: Final = 1e9
 _RATE_MIN: Final = 1e-3
 _RATE_MAX: Final = 1e12
@@ -47,6 +48,7 @@ class Options:
     token_bytes: int | None
     prices: TokenPrices | None
     ttls_s: Sequence[float]
+    put_ttl_s: float
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Options:
@@ -75,7 +77,8 @@ class Options:
             rate=8000.0 if arguments.rate is None else arguments.rate,
             token_bytes=token_bytes(arguments),
             prices=_prices(arguments),
-            ttls_s=_ttls(arguments.ttl),
+            ttls_s=_seconds("--ttl", arguments.ttl),
+            put_ttl_s=_put_ttl(arguments.put_ttl),
         )
         if arguments.replicas is not None:
             _refuse(_against_replicas(arguments, found))
@@ -114,6 +117,11 @@ def check_tiers(
         raise BenchInput(
             "--write is about nvme below host", remedy="give --tiers host=SIZE,nvme=SIZE"
         )
+    if options.put_ttl_s and (textbook or not all(SimTier.HOST in slots for slots in chosen)):
+        raise BenchInput(
+            "--put-ttl is heeded by host memory under a policy of the daemon",
+            remedy="give --tiers host=SIZE and such a policy, or leave out --put-ttl",
+        )
     if arguments.hints and not any(name in FORECASTING for name in options.policies):
         raise BenchInput("--hints are heard by gittins alone", remedy="give --policy gittins")
     if arguments.untold and not any(SimTier.GPU in slots and len(slots) > 1 for slots in chosen):
@@ -122,7 +130,14 @@ def check_tiers(
         )
 
 
-def _ttls(text: str | None) -> Sequence[float]:
+def _put_ttl(text: str | None) -> float:
+    found = _seconds("--put-ttl", text)
+    if len(found) > 1 or (found and found[0] < _PUT_TTL_MIN_S):
+        raise BenchInput("--put-ttl takes one number of seconds, 0.001 or more", remedy=_HELP)
+    return found[0] if found else 0.0
+
+
+def _seconds(name: str, text: str | None) -> Sequence[float]:
     if text is None:
         return ()
     found = []
@@ -132,7 +147,7 @@ def _ttls(text: str | None) -> Sequence[float]:
         except ValueError:
             seconds = -1.0
         if not 0 < seconds < _TTL_MAX_S:
-            raise BenchInput(f"--ttl {_short(part)!r} is no number of seconds", remedy=_HELP)
+            raise BenchInput(f"{name} {_short(part)!r} is no number of seconds", remedy=_HELP)
         found.append(seconds)
     return found
 
@@ -150,14 +165,19 @@ def _prices(arguments: argparse.Namespace) -> TokenPrices | None:
 
 def _policies(text: str) -> Sequence[str]:
     found = _names(text, [*POLICIES, *FORECASTING, *TEXTBOOK], "policy")
-    forecasting = [name for name in found if name in FORECASTING]
+    check_numba(found)
+    return found
+
+
+def check_numba(policies: Sequence[str]) -> None:
+    """Raises MissingExtra for policies that are compiled, where they cannot be."""
+    forecasting = [name for name in policies if name in FORECASTING]
     missing = without_numba() if forecasting else None
     if missing is not None:
         raise MissingExtra(
             f"policy {forecasting[0]} needs numba, which cannot be used: {missing}",
             remedy=NUMBA_REMEDY,
         )
-    return found
 
 
 def _against_replicas(arguments: argparse.Namespace, options: Options) -> Iterable[tuple[str, Any]]:
@@ -176,6 +196,7 @@ def _against_replicas(arguments: argparse.Namespace, options: Options) -> Iterab
         ("--capacities is for one replica", arguments.capacities is not None),
         ("--one-pass is for one replica", arguments.one_pass),
         ("--write and --untold are for one replica", arguments.write or arguments.untold),
+        ("--put-ttl is for one replica", options.put_ttl_s),
         (f"policy {(textbook or [''])[0]} is a textbook's, for one replica", textbook),
         (
             f"policy {(forecasting or [''])[0]} hears of requests, which --replicas does not tell",
@@ -203,6 +224,7 @@ def _without_replicas(arguments: argparse.Namespace, options: Options) -> Iterab
             "--write and --untold change nothing with --one-pass",
             arguments.one_pass and (arguments.write or arguments.untold),
         ),
+        ("--put-ttl changes nothing with --one-pass", arguments.one_pass and options.put_ttl_s),
     )
 
 

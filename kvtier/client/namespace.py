@@ -175,7 +175,8 @@ class AsyncNamespace(Binding):
 
         The keys of one call are a chain unless `chain=False`: each is the parent of the next.
         `parent` and `depth` are what comes before the first (taken from `keys` when it is a
-        KeyChain). `ttl` in seconds, `session` and `priority` are hints for what to keep. So are
+        KeyChain). Once the pages were not used for `ttl` seconds, host memory gives them up first;
+        `session` and `priority` are stored, and heeded by no policy yet. Hints for what to keep are
         `session_end=True` (after this call the conversation is over) and `expected_return` (it goes
         on in so many seconds), of get and put, which a daemon with host.policy = "gittins" heeds;
         they cost a call, once the pages are there.

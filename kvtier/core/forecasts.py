@@ -36,7 +36,7 @@ class Forecasts:
     def tell_time(self, now: float) -> None:
         """Monotonic seconds; what happens until the next call happens now."""
         with self._lock:
-            self._clock.seconds = max(self._clock.seconds, now)
+            self._clock.tell(now)
 
     def hint(self, namespace: int, key: bytes, returns_after_s: float, *, now: float) -> bool:
         """Somebody says when the conversation comes back that this page was the last one of;
@@ -44,7 +44,7 @@ class Forecasts:
         with self._lock:
             if namespace not in self._open_namespaces:
                 return False
-            self._clock.seconds = max(self._clock.seconds, now)
+            self._clock.tell(now)
             heard = [
                 queue.hint(namespace, key, returns_after_s)
                 for queue in self._residents.queues.forecasting().values()

@@ -28,6 +28,7 @@ class PageColumns:
     lossy: Sequence[bool]
     payload_sums: Sequence[bytes]
     origin_sums: Sequence[bytes]
+    ttls_ms: Sequence[int]
 
     @classmethod
     def of(cls, metas: Sequence[PageMeta]) -> Self:
@@ -39,6 +40,7 @@ class PageColumns:
             lossy=[meta.lossy for meta in metas],
             payload_sums=[meta.payload_sum for meta in metas],
             origin_sums=[meta.origin_sum for meta in metas],
+            ttls_ms=[meta.ttl_ms for meta in metas],
         )
 
     def __len__(self) -> int:
@@ -76,6 +78,7 @@ class PageColumns:
             lossy=choose(self.lossy),
             payload_sums=choose(self.payload_sums),
             origin_sums=choose(self.origin_sums),
+            ttls_ms=choose(self.ttls_ms),
         )
 
 

@@ -1,10 +1,10 @@
 """Where a new page goes and which pages give way for it.
 
-A slot comes from the size class; else the coldest page of the class gives way; else, or when
-everything in another class's slab is colder than the coldest page of this class, that slab is
-emptied and changes class. Evicting a page takes its sibling shards with it, since a page without
-one of its shards is no page. Never a page with a lease, never the head of a chain before its tail.
-The caller holds the store's lock.
+A slot comes from the size class; else a page of the class whose time is over (`lapses.py`) gives
+way, else the coldest one; else, or when everything in another class's slab is colder than the
+coldest page of this class, that slab is emptied and changes class. Evicting a page takes its
+sibling shards with it, since a page without one of its shards is no page. Never a page with a
+lease, never the head of a chain before its tail. The caller holds the store's lock.
 """
 
 from __future__ import annotations
@@ -89,12 +89,17 @@ class Placement:
                 return True
         residents, record = self._residents, self._residents.table.record
         links, siblings, evictable = residents.links, residents.shards.siblings, self._evictable
+        lapses = residents.lapses
         rows: list[int] = []
         row = freed = named = 0
         try:
             while freed < count and named < until_look:
+                row = lapses.next(tier, record_bytes, evictable)
                 self._has_refused = False
-                row = queue.evict(evictable)
+                if row == NO_ROW:
+                    row = queue.evict(evictable)
+                else:
+                    queue.forget(row)
                 named += 1
                 if row == NO_ROW:
                     break

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvtier.core.events import EventKind, EventLog
 from kvtier.core.generations import Generations
 from kvtier.core.index import Index
+from kvtier.core.lapses import Lapses
 from kvtier.core.ledger import Ledger
 from kvtier.core.lifecycle import Event, State, fire_many, restore
 from kvtier.core.links import Links
@@ -43,6 +44,7 @@ class Residents:
         allocators: dict[Tier, SlabAllocator],
         generations: Generations,
         events: EventLog,
+        lapses: Lapses,
         make_policy: Mapping[Tier, Callable[[CopyTable], Policy]],
         shard_counts: Mapping[int, int],
         quarantine_share: float,
@@ -59,6 +61,7 @@ class Residents:
         #: Rises whenever something may have become evictable or free.
         self.changes = 0
         self.queues = Queues(table, make_policy)
+        self.lapses = lapses
         self.links = Links(table, index, on_kept=self._kept, on_ready=self._ready)
         bytes_max = {
             tier: int(allocator.capacity_bytes * quarantine_share)
@@ -165,6 +168,7 @@ class Residents:
             self._queue_of(rows[0]).admit(rows[0])
         else:
             self._admit(np.array(rows))
+        self.lapses.note(rows, pages.ttls_ms)
         self._telling.change(EventKind.STORED, rows)
 
     def restore(self, rows: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> None:

@@ -25,6 +25,7 @@ from kvtier.core.generations import Generations
 from kvtier.core.grants import Grants
 from kvtier.core.handles import Filling, Reading
 from kvtier.core.index import Index
+from kvtier.core.lapses import Lapses
 from kvtier.core.ledger import TierCounts
 from kvtier.core.lifecycle import State
 from kvtier.core.listing import Listing
@@ -83,6 +84,7 @@ class Store:
             allocators=tiers,
             generations=generations,
             events=self._events,
+            lapses=Lapses(self._table, clock),
             make_policy={tier: _with_clock(make_policy, tier, clock) for tier in tiers},
             shard_counts=self._shard_counts,
             quarantine_share=config.quarantine_share,

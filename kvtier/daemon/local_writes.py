@@ -223,6 +223,7 @@ def _columns(frame: frames.Write) -> PageColumns:
         lossy=[False] * count,
         payload_sums=cut(frame.sums, SUM_BYTES),
         origin_sums=[NO_SUM] * count,
+        ttls_ms=[frame.ttl_ms] * count,
     )
 
 

@@ -1,10 +1,10 @@
-"""How functions are compiled by numba here: for given types, when their module is imported, because
-a first call has a deadline; without the interpreter lock, and with floating point as written.
+"""How functions are compiled by numba above core: for given types, when their module is imported,
+because a first call has a deadline; without the interpreter lock, and with floating point as
+written.
 
-Importing this needs numba. What is compiled lies in numba's cache, beside the module or in the
-user's cache folder; where no folder can hold it, or a power cut has torn it, it is compiled again.
-The cache of a function notices a change of its own module alone, so what is compiled into a kernel
-should lie beside it, or be compared with something else when it is loaded.
+Importing this needs numba. What becomes of the compiled code is core/jit.py's. The cache of a
+function notices a change of its own module alone, so what is compiled into a kernel should lie
+beside it, or be compared with something else when it is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
-from kvtier.core.jit_cache import CACHE_ERRORS
+from kvtier.core.jit import compiled_for
 
 __all__ = ["compiled", "emit_prefetch", "instructions", "part"]
 
@@ -41,14 +41,11 @@ _insert: Any = cgutils.get_or_insert_function
 
 def compiled(signatures: str | Sequence[str]) -> Callable[[Callable[..., Any]], Any]:
     """Makes a function that Python calls. Raises ImportError where numba cannot."""
-    given = signatures if isinstance(signatures, str) else list(signatures)
+    given = [signatures] if isinstance(signatures, str) else list(signatures)
 
     def compile_now(function: Callable[..., Any]) -> Any:
         try:
-            try:
-                return _njit(given, cache=True, **_OPTIONS)(function)
-            except CACHE_ERRORS:
-                return _njit(given, **_OPTIONS)(function)
+            return compiled_for(given, _OPTIONS)(function)
         except NumbaError as error:
             raise ImportError(f"numba cannot compile {function.__name__}: {error}") from error
 

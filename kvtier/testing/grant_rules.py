@@ -89,7 +89,7 @@ class GrantRules(StoreOracle):
     @rule(holder=_HOLDERS, pages=_named)
     def seal_granted(self, holder: int, pages: list[tuple[int, int, int | None]]) -> None:
         generations = self.named([pick for pick, _, _ in pages])
-        metas = [meta_of(n, parent) for _, n, parent in pages]
+        metas = [meta_of(n, parent, self.ttl_ms) for _, n, parent in pages]
         codes = self.store.grants.seal_many(
             holder, self.namespace, 0, generations, PageColumns.of(metas)
         ).tolist()

@@ -37,7 +37,7 @@ class StoreMachine(GrantRules):
     @rule(target=fillings, n=NUMBERS, parent=st.none() | NUMBERS)
     def reserve(self, n: int, parent: int | None) -> tuple[int, int | None, Filling] | None:
         room = self.has_room()
-        meta = meta_of(n, parent)
+        meta = meta_of(n, parent, self.ttl_ms)
         outcome = self.store.reserve(self.namespace, 0, meta, self.record_bytes)
         code = outcome if isinstance(outcome, PutCode) else None
         if parent in self.there and code is not PutCode.EXISTS:
@@ -151,6 +151,7 @@ class StoreMachine(GrantRules):
     def pass_time(self, seconds: int) -> None:
         self.now += seconds
         self.expire_oracle()
+        self.store.forecasts.tell_time(self.now)
         self.store.pins.expire(self.now)
         self.expire_grants()
 

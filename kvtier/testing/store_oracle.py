@@ -29,7 +29,7 @@ def key_of(n: int) -> bytes:
     return hashlib.sha256(b"machine%d" % n).digest()
 
 
-def meta_of(n: int, parent: int | None) -> PageMeta:
+def meta_of(n: int, parent: int | None, ttl_ms: int = 0) -> PageMeta:
     """Page `n`, with a payload of 64 bytes."""
     return PageMeta(
         key=key_of(n),
@@ -37,6 +37,7 @@ def meta_of(n: int, parent: int | None) -> PageMeta:
         codec=Codec.RAW,
         payload_sum=NO_SUM,
         parent=b"" if parent is None else key_of(parent),
+        ttl_ms=ttl_ms,
     )
 
 
@@ -51,6 +52,7 @@ class StoreOracle(RuleBasedStateMachine):
 
     make_store: ClassVar[Callable[[], Store]]
     record_bytes: ClassVar[int] = 8192
+    ttl_ms: ClassVar[int] = 0  # what every put says
 
     def __init__(self) -> None:
         super().__init__()

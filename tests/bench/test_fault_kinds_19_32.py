@@ -160,8 +160,8 @@ def test_what_is_kept_can_be_reached(seed, told, policy, monkeypatch):
     trace = build(conversations(seed))
     made = []
 
-    def remember(*arguments):
-        made.append(make_cache(*arguments))
+    def remember(*arguments, **named):
+        made.append(make_cache(*arguments, **named))
         return made[-1]
 
     monkeypatch.setattr("kvtier.bench.replay.make_cache", remember)

@@ -88,9 +88,26 @@ def test_a_summary_counts_what_lives_at_once(trace):
     assert (found["requests"], found["sessions"], found["blocks"]) == (4, 3, 5)
     # Session 0 lives from the first to the third request, session 1 for the second alone.
     assert found["sessions_live_peak"] == 2
-    assert found["live_tokens_peak"] == 22 + 38
     assert found["working_set_tokens"] == 5 * BLOCK
     assert found["working_set_bytes"] is None
+    assert found["live_tokens_peak"] == 22 + 38
+    assert found["live_largest_tokens_peak"] == 22 + 38
+    # Of the third request session 1 had used block 1 after session 0, and nobody block 2.
+    names = ("same_session", "cross_session", "last_used_by_same_session")
+    parts = [found[f"ceiling_{name}"] * sum(INPUT) for name in names]
+    assert parts == pytest.approx([22, 16, 6])
+    assert found["ceiling_last_used_by_other_session"] == pytest.approx(32 / sum(INPUT))
+
+
+def test_live_contexts_count_by_their_last_input_or_by_their_largest():
+    requests = [(0, [1]), (1, [9]), (0, [1, 2, 3]), (1, [9, 8]), (0, [1]), (2, [7] * 4)]
+    found = summary(Basis(trace := build(requests)), Sizes(trace, None))
+    assert found["live_tokens_peak"] == 5 * BLOCK
+    assert found["live_largest_tokens_peak"] == 5 * BLOCK
+    requests = [(0, [1, 2, 3]), (0, [1]), (1, [9, 8]), (0, [1]), (1, [9, 8, 7])]
+    found = summary(Basis(trace := build(requests)), Sizes(trace, None))
+    assert found["live_tokens_peak"] == 3 * BLOCK
+    assert found["live_largest_tokens_peak"] == 6 * BLOCK
 
 
 @pytest.mark.parametrize(

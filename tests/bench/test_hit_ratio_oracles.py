@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.bench.bounds import Optimum, ceiling, ceiling_with_ttl
+from kvtier.bench.bounds import Optimum, ceiling, ceiling_with_ttl, last_used_by_own
 from kvtier.bench.figures import ratios
 from kvtier.bench.formats import read_trace
 from kvtier.bench.lru_curve import lru_curve
 from kvtier.bench.replay import ReplayPlan, SimTier, WritePolicy, replay
 from kvtier.bench.routing import Fleet, Router, route
+from kvtier.bench.spread import most_at_once
 
 TRACES = os.environ.get("KVTIER_TRACES")
 pytestmark = pytest.mark.skipif(not TRACES, reason="KVTIER_TRACES names no folder of traces")
@@ -43,6 +44,8 @@ def test_conversation_without_eviction():
     found = conversation()
     assert (found.requests, found.sessions, found.blocks_seen) == (12_031, 7_373, 182_790)
     assert rounded(ratios(found, ceiling(found))) == (0.3736, 0.3981, 0.4094, 0.3664)
+    own = last_used_by_own(found).sum() / found.input_tokens.sum()
+    assert (round(100 * own, 1), round(37.36 - 100 * own, 1)) == (33.1, 4.3)
 
 
 def test_conversation_at_7639_blocks():
@@ -149,6 +152,10 @@ def test_the_agent_trace():
     found = trace("claude_code_v6.jsonl.gz")
     assert (found.requests, found.sessions, found.blocks_seen) == (26_742, 454, 407_989)
     assert round(100 * ratios(found, ceiling(found)).cold, 1) == 95.8
+    # By who used a block last; the other simulator has 89.2.
+    own = last_used_by_own(found).sum() / found.input_tokens.sum()
+    assert round(100 * own, 1) == 89.1
+    assert round(most_at_once(found) / 1e6, 1) == 12.5
     # Of the first figure at 3M another simulator has 87.8; a plain LRU over these requests, block
     # by block, gives 87.74, as this one does.
     for tokens_m, percent, best in ((1, 49.6, 74.2), (3, 87.7, 92.8)):

@@ -143,7 +143,7 @@ def test_a_bound_that_is_too_low_is_said(bench, trace):
         (("--target-gpu", "2"), "target 2 is not above 0"),
         (("--prices", "host=x"), "the price of host is 'x'"),
         (("--prices", "disk=1"), "tiers: 'disk' is none of"),
-        (("--policy", "gittins"), "policy 'gittins' is not known"),
+        (("--policy", "gittins-bypass"), "policy 'gittins-bypass' is not known"),
         (("--write", "never"), "write 'never' is not known"),
         (("--have", "host=5%"), "all that has a price is there already"),
         (("--prices", "nvme=1", "--have", "nvme=5%"), "nvme without host memory"),
@@ -256,6 +256,28 @@ def test_ceilings_with_a_time_to_live(bench, trace):
     assert "with a time to live of 5 s since the last use" in bench(*words).out
     for wrong in ("", "x", "0", "nan", "5,,6"):
         assert "is no number of seconds" in refused(bench(*words[:-1], wrong, code=2))
+
+
+def test_what_every_put_says_of_its_pages_is_heeded_by_host_memory(bench, trace):
+    words = ("hit-ratio", trace, "--tiers", "host=20%", "--policy", "arc")
+    plain, said = (
+        json.loads(bench(*words, *more, "--json").out) for more in ((), ("--put-ttl", "3"))
+    )
+    assert (plain["setup"]["put_ttl_s"], said["setup"]["put_ttl_s"]) == (0, 3)
+    before, after = (found["results"][0]["hit_ratio"]["cold"] for found in (plain, said))
+    assert 0 < before != after > 0
+    text = bench(*words, "--put-ttl", "3").out
+    assert "every put says that its pages are worth keeping for 3 s" in text
+    for more, why in (
+        (("--policy", "fifo", "--put-ttl", "3"), "heeded by host memory under a policy of the"),
+        (("--tiers", "gpu=9%", "--put-ttl", "3"), "heeded by host memory under a policy of the"),
+        (("--policy", "lru", "--one-pass", "--put-ttl", "3"), "changes nothing with --one-pass"),
+        (("--replicas", "2", "--put-ttl", "3"), "--put-ttl is for one replica"),
+        (("--put-ttl", "3,4"), "--put-ttl takes one number of seconds"),
+        (("--put-ttl", "0.0001"), "--put-ttl takes one number of seconds"),
+        (("--put-ttl", "soon"), "--put-ttl 'soon' is no number of seconds"),
+    ):
+        assert why in refused(bench(*words, *more, code=2))
 
 
 def test_files_that_never_end_or_never_answer(bench, trace, results, tmp_path, monkeypatch):

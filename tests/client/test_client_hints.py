@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 import kvtier
 from kvtier.client.arguments import GetArguments, PutArguments
 from tests.client.fake_tiers import REMEDY
+from tests.client.local_rig import NBYTES, attached, opaque, pages_of, separate_keys
+from tests.forks import ForkedDaemon
 
 ENDED, IN_TWO = {"session_end": True}, {"expected_return": 1.9995}
 
@@ -73,3 +76,29 @@ def test_asyncio_says_it_too(daemon, layout, make_pages):
 
     asyncio.run(main())
     assert len(daemon.tiers.expected) == 1
+
+
+def test_a_page_past_its_ttl_is_there_until_room_is_needed_and_then_the_first_to_go(
+    forker, tmp_path
+):
+    """Put by either plane, after a page that would have been the first."""
+    with (
+        ForkedDaemon(forker, tmp_path, "host.bytes=8MiB") as process,
+        kvtier.connect(process.url, deadline=20, plane="grpc") as far,
+        kvtier.connect(process.url, deadline=20) as near,
+    ):
+        ns, other = near.namespace(opaque(NBYTES)), far.namespace(opaque(NBYTES))
+        attached(near)
+        old, *brief = keys = separate_keys(ns, 0, 3)
+        pages = pages_of(keys, NBYTES)
+        ns.put([old], pages[:1]).raise_for_refused()
+        for put, at in ((ns.put, 1), (other.put, 2)):
+            put(keys[at : at + 1], pages[at : at + 1], ttl=0.2).raise_for_refused()
+        assert near.local.puts.stored == 2
+        time.sleep(1.5)
+        assert ns.lookup(brief[:1]).prefix == ns.lookup(brief[1:]).prefix == 1
+        for number in range(100, 250):
+            ns.put(filler := separate_keys(ns, number, 1), pages_of(filler, NBYTES))
+            if not any(ns.lookup([key]).prefix for key in brief):
+                break
+        assert [ns.lookup([key]).prefix for key in keys] == [1, 0, 0]

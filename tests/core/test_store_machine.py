@@ -61,11 +61,11 @@ class OtherTurns(StoreMachine):
 
 
 class RoomyOther(OtherTurns, Roomy):
-    pass
+    ttl_ms = 3000
 
 
 class TightOther(OtherTurns, Tight):
-    pass
+    ttl_ms = 3000
 
 
 SHORT = settings(max_examples=30, stateful_step_count=40, deadline=None, print_blob=True)

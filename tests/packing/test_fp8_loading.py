@@ -133,3 +133,5 @@ def test_two_processes_fill_the_users_cache_at_once(install, tmp_path):
     torn = result(begin(install, home))
     assert (torn["backend"], torn["said"], torn["hits"]) == ("numba", [], 0)
     assert torn["digest"] == after["digest"]
+    mended = result(begin(install, home))
+    assert (mended["digest"], mended["hits"]) == (after["digest"], 3)

@@ -16,7 +16,7 @@ from kvtier.core.policy.base import Policy
 from kvtier.core.policy.lru import Clock
 from kvtier.core.table import CopyTable
 
-__all__ = ["FORECASTING", "Forecasting"]
+__all__ = ["FORECASTING", "REFUSING", "Forecasting"]
 
 Words = npt.NDArray[np.uint64]
 
@@ -58,9 +58,10 @@ def _gittins(table: CopyTable, clock: Clock, *, has_bypass: bool) -> Forecasting
     return made
 
 
-#: Each makes the queue of one size class of one tier. The second may refuse pages, as a cache that
-#: need not take every put.
+#: Each makes the queue of one size class of one tier.
 FORECASTING: dict[str, Callable[[CopyTable, Clock], Forecasting]] = {
     "gittins": partial(_gittins, has_bypass=False),
     "gittins-bypass": partial(_gittins, has_bypass=True),
 }
+#: Of these, those that may refuse pages, as a cache that need not take every put: no daemon's.
+REFUSING: frozenset[str] = frozenset({"gittins-bypass"})

@@ -8,6 +8,8 @@ page after it keeps is set aside at once, one that a lease keeps when it is met 
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable
 
 import numpy as np
@@ -19,25 +21,65 @@ from kvtier.core.table import NO_ROW, CopyTable
 __all__ = ["NEVER", "Clock", "LruTailFirst"]
 
 NEVER = 1 << 63
+#: A clock remembers so many times that it was told, so far apart, and of older ones so many for
+#: each length of time since.
+_TOLD_MAX = 4096
+_TOLD_APART_S = 1.0
+_TOLD_PARTS = 64
 #: After so many pages in a row that something keeps they are looked at by vector operations.
 _KEPT_ONE_BY_ONE = 16
 
 
 class Clock:
     """Logical time shared by all queues of a store: one tick a touched page. Beside it, for those
-    who learn from time, the seconds that the store was last told (monotonic; 0: never)."""
+    who go by time, the seconds that the store was last told (monotonic; 0: never)."""
 
-    __slots__ = ("now", "seconds")
+    __slots__ = ("_stamps", "_times", "now", "seconds")
 
     def __init__(self) -> None:
         self.now = 1
         self.seconds = 0.0
+        # What `now` was when it was told the time.
+        self._stamps = array("Q")
+        self._times = array("d")
 
     def ticks(self, n: int) -> int:
         """Reserves `n` stamps and returns the first."""
         first = self.now
         self.now += n
         return first
+
+    def tell(self, seconds: float) -> None:
+        """The time; an earlier one than before changes nothing."""
+        if seconds <= self.seconds:
+            return
+        self.seconds = seconds
+        stamps, times = self._stamps, self._times
+        if stamps and stamps[-1] == self.now:
+            times[-1] = seconds  # nothing was used since
+        elif not stamps or seconds - times[-1] >= _TOLD_APART_S:
+            stamps.append(self.now)
+            times.append(seconds)
+            if len(stamps) > _TOLD_MAX:
+                self._thin_out()
+
+    def seconds_of(self, stamp: int) -> float:
+        """When a stamp was given out: not more than _TOLD_APART_S, or a part of _TOLD_PARTS of the
+        time since, later than this; 0 before the time was told first."""
+        at = bisect_right(self._stamps, stamp) - 1
+        return self._times[at] if at >= 0 else 0.0
+
+    def _thin_out(self) -> None:
+        """Of what is long ago less is known."""
+        times, last = self._times, self.seconds
+        kept = [len(times) - 1]
+        for at in range(len(times) - 2, 0, -1):
+            if last - times[at] >= (self.seconds - last) / _TOLD_PARTS:
+                kept.append(at)
+                last = times[at]
+        kept = [0, *reversed(kept)]
+        self._stamps = array("Q", [self._stamps[at] for at in kept])
+        self._times = array("d", [times[at] for at in kept])
 
 
 class LruTailFirst:

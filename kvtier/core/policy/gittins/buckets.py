@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.core.policy.gittins.jit import compiled
+from kvtier.core.jit import compiled
 from kvtier.core.policy.gittins.layout import BINS
 
 __all__ = ["EDGES", "age_place", "gap_class", "half_octave", "octave"]

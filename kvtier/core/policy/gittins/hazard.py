@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.policy.gittins.jit import compiled
+from kvtier.core.jit import compiled
 from kvtier.core.policy.gittins.layout import (
     BINS,
     CLASSES,

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.jit import compiled
 from kvtier.core.policy.gittins.buckets import EDGES
-from kvtier.core.policy.gittins.jit import compiled
 from kvtier.core.policy.gittins.layout import BINS
 
 __all__ = ["fill_curve", "read_curve"]

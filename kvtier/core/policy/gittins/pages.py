@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.policy.gittins.jit import compiled
+from kvtier.core.jit import compiled
 from kvtier.core.policy.gittins.layout import (
     IS_LRU,
     NEXT,
@@ -29,11 +29,18 @@ from kvtier.core.policy.gittins.layout import (
     START,
     State,
 )
+from kvtier.core.policy.gittins.sampled import (
+    SAMPLES,
+    TIER,
+    come_to_list,
+    draw,
+    leave_list,
+    random_below,
+)
 from kvtier.core.policy.gittins.segments import slot_of, worth
-from kvtier.core.policy.gittins.shadow import SAMPLES, random_below
 
 __all__ = [
-    "BEFORE", "LINKS", "PLACE", "SLOT", "Pages", "chains", "join", "leave_list", "locate",
+    "BEFORE", "LINKS", "PLACE", "SLOT", "Pages", "chains", "join", "locate",
     "oldest_row", "orphan", "pick", "relist", "unlink",
 ]  # fmt: skip
 
@@ -57,34 +64,12 @@ class Pages(NamedTuple):
 
 
 @compiled
-def leave_list(state: State, slot: int) -> None:
-    """The tail of this request is not sampled any more."""
-    at = state.slot[slot, ROW_AT]
-    if at != NONE:
-        n = state.counts[ROW_LIVE] - 1
-        last = state.row_list[n]
-        state.row_list[at] = last
-        state.slot[last, ROW_AT] = at
-        state.slot[slot, ROW_AT] = NONE
-        state.counts[ROW_LIVE] = n
-
-
-@compiled
-def _come_to_list(state: State, slot: int) -> None:
-    if state.slot[slot, ROW_AT] == NONE:
-        n = state.counts[ROW_LIVE]
-        state.row_list[n] = slot
-        state.slot[slot, ROW_AT] = n
-        state.counts[ROW_LIVE] = n + 1
-
-
-@compiled
 def relist(state: State, pages: Pages, row: int) -> None:
     """What kept the page has gone: it is sampled again if it is a tail."""
     pages.queued[row] = 1
     slot = max(ORPHANS, pages.link[row, SLOT])
     if state.slot[slot, ROW_TAIL] == row:
-        _come_to_list(state, slot)
+        come_to_list(state, TIER, slot)
 
 
 @compiled
@@ -103,9 +88,9 @@ def unlink(state: State, pages: Pages, row: int) -> None:
     left = state.slot[slot, ROW_COUNT] - 1
     state.slot[slot, ROW_COUNT] = left
     if left == 0:
-        leave_list(state, slot)
+        leave_list(state, TIER, slot)
     elif not after:
-        _come_to_list(state, slot)
+        come_to_list(state, TIER, slot)
 
 
 @compiled
@@ -123,7 +108,7 @@ def _link(state: State, pages: Pages, row: int, slot: int, place: int) -> None:
     else:
         state.slot[slot, ROW_TAIL] = row
     state.slot[slot, ROW_COUNT] += 1
-    _come_to_list(state, slot)
+    come_to_list(state, TIER, slot)
 
 
 @compiled
@@ -216,7 +201,7 @@ def _is_kept(state: State, pages: Pages, slot: int) -> bool:
     row = state.slot[slot, ROW_TAIL]
     if pages.children[row] or pages.leases[row]:
         pages.queued[row] = 0
-        leave_list(state, slot)
+        leave_list(state, TIER, slot)
         return True
     return False
 
@@ -274,23 +259,16 @@ def pick(state: State, pages: Pages, spared: int) -> int:
         return ORPHANS
     if state.counts[IS_LRU]:
         return _oldest(state, pages)
-    pool, count = state.pool[1], state.counts
-    slots, curves, times, listed = state.slot, state.curve, state.time, state.row_list
+    pool, listed, count = state.pool[TIER], state.row_list, state.counts
+    slots, curves, times = state.slot, state.curve, state.time
     link, children, leases = pages.link, pages.children, pages.leases
     now, newest = state.level[NOW], slot_of(state, count[NEXT] - 1)
     best, best_score = NONE, 1e300
     second, second_score = NONE, 1e300
     tried = -POOL
-    while tried < SAMPLES and (tried < 0 or count[ROW_LIVE]):
+    while tried < SAMPLES:
         n = count[ROW_LIVE]
-        if tried < 0:
-            slot = pool[POOL + tried]
-        elif n <= SAMPLES:
-            if tried >= n:
-                break
-            slot = listed[tried]
-        else:
-            slot = listed[random_below(count, n)]
+        slot = draw(count, pool, listed, n, tried)
         tried += 1
         if slot in (NONE, newest, spared) or slots[slot, ROW_AT] == NONE:
             continue

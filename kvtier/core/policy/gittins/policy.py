@@ -27,6 +27,7 @@ from kvtier.core.policy.gittins import layout, pages, serve
 from kvtier.core.policy.gittins.forecast import Forecast
 from kvtier.core.policy.gittins.known import depths, find, path_to
 from kvtier.core.policy.gittins.layout import BINS, COARSE, MODEL_ROWS, NONE, ORPHANS
+from kvtier.core.policy.gittins.sampled import TIER, leave_list
 from kvtier.core.policy.lru import NEVER, Clock
 from kvtier.core.table import NO_ROW, CopyTable
 
@@ -185,7 +186,7 @@ class Gittins:
             else:
                 self._victim = NONE
                 self._table.queued[row] = 0
-                pages.leave_list(self.forecast.arrays, slot)
+                leave_list(self.forecast.arrays, TIER, slot)
 
     def coldest(self) -> int:
         """See Policy."""

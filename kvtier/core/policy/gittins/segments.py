@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.jit import compiled
 from kvtier.core.policy.gittins.buckets import (
     EDGES,
     age_place,
@@ -22,7 +23,6 @@ from kvtier.core.policy.gittins.buckets import (
 )
 from kvtier.core.policy.gittins.hazard import chances, learn
 from kvtier.core.policy.gittins.index import fill_curve, read_curve
-from kvtier.core.policy.gittins.jit import compiled
 from kvtier.core.policy.gittins.layout import (
     BINS,
     CLASSES,

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.policy.gittins.jit import compiled
+from kvtier.core.jit import compiled
 from kvtier.core.policy.gittins.known import find, forget_block, insert
 from kvtier.core.policy.gittins.layout import (
     GAP,
@@ -39,6 +39,7 @@ from kvtier.core.policy.gittins.layout import (
     UNSAID,
     State,
 )
+from kvtier.core.policy.gittins.sampled import SHADOW, come_to_list, leave_list
 from kvtier.core.policy.gittins.segments import (
     PARTIAL,
     SESSION_NEW,
@@ -55,15 +56,7 @@ from kvtier.core.policy.gittins.segments import (
     slot_of,
     supersede,
 )
-from kvtier.core.policy.gittins.shadow import (
-    compare,
-    go_on,
-    leave,
-    list_in,
-    list_out,
-    trim,
-    trim_lru,
-)
+from kvtier.core.policy.gittins.shadow import compare, go_on, leave, trim, trim_lru
 
 __all__ = ["forget_oldest", "grow", "serve"]
 
@@ -83,7 +76,7 @@ def forget_oldest(state: State) -> None:
         leave(state, slot, in_shadow)
     if row[LRU_END] > row[START]:
         state.counts[LRU_TOTAL] -= row[LRU_END] - row[START]
-    list_out(state, slot)
+    leave_list(state, SHADOW, slot)
     clear_curves(state, slot)
     block = row[LEAF]
     for _ in range(row[LENGTH] - row[START]):
@@ -176,7 +169,7 @@ def _take_over(
         learn_use(state, owner, first + at, first + end)
         other[START] = first + end
         if other[SHADOW_END] <= first + end:
-            list_out(state, owner)
+            leave_list(state, SHADOW, owner)
         if session == NONE or state.level[NOW] - state.time[owner] < limit:
             add_run(state, slot, first + end, SHARED, gap_of(state, owner))
         else:
@@ -288,6 +281,6 @@ def _admit(
     if max(hit, room) > first:
         row[SHADOW_END], row[SHADOW_TAIL] = max(hit, room), ids[max(hit, room) - 1 - first]
         count[SHADOW_TOTAL] += max(0, room - hit)
-        list_in(state, slot)
+        come_to_list(state, SHADOW, slot)
     if has_bypass:
         trim(state, pages)

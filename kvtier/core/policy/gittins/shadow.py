@@ -12,10 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from kvtier.core.policy.gittins.jit import compiled
+from kvtier.core.jit import compiled
 from kvtier.core.policy.gittins.layout import (
     IS_LRU,
     KIDS,
@@ -31,7 +28,6 @@ from kvtier.core.policy.gittins.layout import (
     OWNER,
     PARENT,
     POOL,
-    RANDOM,
     RUN_END,
     SHADOW_AT,
     SHADOW_END,
@@ -44,50 +40,21 @@ from kvtier.core.policy.gittins.layout import (
     WEIGHT,
     State,
 )
+from kvtier.core.policy.gittins.sampled import (
+    SAMPLES,
+    SHADOW,
+    come_to_list,
+    draw,
+    leave_list,
+    random_below,
+)
 from kvtier.core.policy.gittins.segments import run_at, slot_of, worth
 
-__all__ = [
-    "SAMPLES", "compare", "go_on", "leave", "list_in", "list_out", "random_below", "trim",
-    "trim_lru",
-]  # fmt: skip
+__all__ = ["compare", "go_on", "leave", "trim", "trim_lru"]
 
-SAMPLES: Final = 64
 _HALF_LIFE: Final = 2000.0  # requests
 _DECAY: Final = 0.5 ** (1 / _HALF_LIFE)
 _GIVES_UP_AT: Final = -0.003
-
-
-@compiled
-def random_below(count: npt.NDArray[np.int64], n: int) -> int:
-    """A xorshift generator of 63 bits. `count`: the counts of a State."""
-    x: int = count[RANDOM]
-    x ^= (x << 13) & 0x7FFFFFFFFFFFFFFF
-    x ^= x >> 7
-    x ^= (x << 17) & 0x7FFFFFFFFFFFFFFF
-    count[RANDOM] = x
-    return (x >> 16) % n
-
-
-@compiled
-def list_in(state: State, slot: int) -> None:
-    """The tail of this request may be sampled."""
-    if state.slot[slot, SHADOW_AT] == NONE:
-        n = state.counts[SHADOW_LIVE]
-        state.shadow_list[n] = slot
-        state.slot[slot, SHADOW_AT] = n
-        state.counts[SHADOW_LIVE] = n + 1
-
-
-@compiled
-def list_out(state: State, slot: int) -> None:
-    at = state.slot[slot, SHADOW_AT]
-    if at != NONE:
-        n = state.counts[SHADOW_LIVE] - 1
-        last = state.shadow_list[n]
-        state.shadow_list[at] = last
-        state.slot[last, SHADOW_AT] = at
-        state.slot[slot, SHADOW_AT] = NONE
-        state.counts[SHADOW_LIVE] = n
 
 
 @compiled
@@ -96,27 +63,20 @@ def _worst(state: State) -> int:
 
     The list is looked through whole where it is short.
     """
-    pool, count, listed = state.pool[0], state.counts, state.shadow_list
+    pool, listed, count = state.pool[SHADOW], state.shadow_list, state.counts
     slots, blocks, curves, times = state.slot, state.block, state.curve, state.time
     now = state.level[NOW]
     best, best_score = NONE, 1e300
     second, second_score = NONE, 1e300
     tried = -POOL
-    while tried < SAMPLES and (tried < 0 or count[SHADOW_LIVE]):
+    while tried < SAMPLES:
         n = count[SHADOW_LIVE]
-        if tried < 0:
-            slot = pool[POOL + tried]
-        elif n <= SAMPLES:
-            if tried >= n:
-                break
-            slot = listed[tried]
-        else:
-            slot = listed[random_below(count, n)]
+        slot = draw(count, pool, listed, n, tried)
         tried += 1
         if slot == NONE or slots[slot, SHADOW_AT] == NONE:
             continue
         if blocks[slots[slot, SHADOW_TAIL], KIDS]:
-            list_out(state, slot)  # until the last block after it has gone
+            leave_list(state, SHADOW, slot)  # until the last block after it has gone
             if tried > 0 and n <= SAMPLES:
                 tried -= 1  # another has come to its place
             continue
@@ -149,12 +109,12 @@ def leave(state: State, slot: int, most: int) -> None:
     slots[slot, SHADOW_END] -= gone
     state.counts[SHADOW_TOTAL] -= gone
     if slots[slot, SHADOW_END] <= slots[slot, START]:
-        list_out(state, slot)
+        leave_list(state, SHADOW, slot)
     if before != NONE and blocks[before, KIDS] == 0:
         owner = blocks[before, OWNER]
         other = slots[owner]
         if owner != slot and other[SHADOW_TAIL] == before and other[SHADOW_END] > other[START]:
-            list_in(state, owner)
+            come_to_list(state, SHADOW, owner)
 
 
 @compiled

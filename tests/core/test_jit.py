@@ -1,4 +1,4 @@
-"""Compiled code of the Gittins policy whose cache a power cut has torn."""
+"""Compiled code whose cache a power cut has torn."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ import pytest
 
 pytest.importorskip("numba", reason="numba is in the extra [fast]")
 
-MODULE = """
-from kvtier.core.policy.gittins.jit import compiled
+FIRST_CALL = """
+from kvtier.core.jit import compiled
 
 
 @compiled
+def more(number):
+    return number + 1
+"""
+GIVEN_TYPES = """
+from kvtier.packing.jit_numba import compiled
+
+
+@compiled("i8(i8)")
 def more(number):
     return number + 1
 """
@@ -28,9 +36,10 @@ def begun_anew(path):
 
 @pytest.mark.parametrize("left", [0, 20], ids=["empty", "half"])
 @pytest.mark.parametrize("ending", ["nbi", "nbc"])
-def test_a_torn_cache_is_compiled_again_and_mended(tmp_path, ending, left):
+@pytest.mark.parametrize("source", [FIRST_CALL, GIVEN_TYPES], ids=["first-call", "given-types"])
+def test_a_torn_cache_is_compiled_again_and_mended(tmp_path, source, ending, left):
     path = tmp_path / "kernels.py"
-    path.write_text(MODULE)
+    path.write_text(source)
     assert begun_anew(path)(1) == 2
     (torn,) = tmp_path.rglob(f"*.{ending}")
     torn.write_bytes(torn.read_bytes()[:left])
