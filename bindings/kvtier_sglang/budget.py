@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Final
 
 __all__ = ["Budget"]
+
+#: What a call that begins is given at least: with less even a daemon that is well could not answer.
+_LEAST_S: Final = 0.01
 
 
 class Budget:
@@ -19,3 +23,7 @@ class Budget:
     @property
     def spent(self) -> float:
         return time.monotonic() - self.began
+
+    def at_most(self, seconds: float) -> float:
+        """For one of the calls, what is left if that is less."""
+        return max(_LEAST_S, min(seconds, self.left))

@@ -24,7 +24,8 @@ class Options:
     """`endpoint` as kvtier.connect takes it, None for the default one.
 
     `model_id` and `weights_revision` replace what SGLang says of the model; they matter where two
-    servers name one checkpoint differently, or two checkpoints alike. `kv_dtype` is the format of
+    servers name one checkpoint differently, or two checkpoints alike. `weights_fixed` says that the
+    weights are never updated while the server runs. `kv_dtype` is the format of
     the numbers in a pool of uint8 ("float8_e4m3fn"), where SGLang does not say. `model_layers` is
     the number of layers of the whole model, needed with pipeline parallelism alone. `salt` keeps
     servers apart that would share. `at_rest` is the name of an AtRest. Deadlines in seconds.
@@ -36,6 +37,7 @@ class Options:
     salt: str = ""
     model_id: str = ""
     weights_revision: str = ""
+    weights_fixed: bool = False
     kv_dtype: str = ""
     model_layers: int = 0
     at_rest: str = AtRest.RAW.value

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.runtime_context import get_exec, get_parallel, get_serving
 
 from kvtier_sglang.agreement import agreed
 from kvtier_sglang.border import kept_inside
@@ -40,9 +40,14 @@ _UPDATES: Final = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
+#: Without which updates of the weights would go unseen.
+_NEEDED: Final = frozenset({*_UPDATES, "flush_cache"})
 #: How SGLang's refusals end and begin that come before any weight is looked at.
 _NO_SESSION: Final = "must run between begin_weight_update() and end_weight_update()"
 _NOTHING_TO_LOAD: Final = ("Failed to get weights iterator:", "Failed to get model loader:")
+#: SGLang's names of memory that is given back, and of what overwrites weights at random.
+_WEIGHTS_TAG: Final = "weights"
+_RESET: Final = "reset_tensors"
 
 
 def register() -> None:
@@ -54,19 +59,23 @@ def register() -> None:
     hooks: dict[str, Callable[..., Any]] = {f"{updater}.{name}": update for name in _UPDATES}
     hooks[f"{updater}.begin_weight_update"] = begin_session
     hooks[f"{updater}.end_weight_update"] = end_session
+    hooks[f"{updater}.resume_memory_occupation"] = resume_memory
+    hooks[f"{updater}.check_weights"] = check_weights
     hooks[f"{scheduler}.__init__"] = launch
     hooks[f"{scheduler}.flush_cache"] = flush
     hooks[f"{scheduler}.handle_update_weight_version"] = name_weights
     controller = f"{_CONTROLLER}.HybridCacheController"
     hooks[f"{controller}.write_storage"] = write_storage
     hooks[f"{controller}._storage_hit_query"] = query_storage
+    lacking = set()
     for target, hook in hooks.items():
         module, holder, method = target.rsplit(".", 2)
         if hasattr(getattr(sys.modules.get(module), holder, None), method):
             HookRegistry.register(target, hook, HookType.AROUND)
         else:
             log.warning("kvtier: this SGLang has no %s; what it would change is not seen", target)
-    WEIGHTS.is_watching = True
+            lacking.add(method)
+    WEIGHTS.is_watching = lacking.isdisjoint(_NEEDED)
 
 
 def launch(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
@@ -130,6 +139,30 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     return output
 
 
+def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around resume_memory_occupation: of weights whose memory was given back, and which have no
+    copy, nobody knows what they are until the next update.
+    """
+    output = original(manager, request)
+    with _guarded("weights that come back"):
+        if (
+            _WEIGHTS_TAG in (request.tags or (_WEIGHTS_TAG,))
+            and manager.memory_saver_adapter.enabled
+            and not get_exec().features.enable_weights_cpu_backup
+        ):
+            _overwritten()
+    return output
+
+
+def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around check_weights, of which one action is a test of updates: other weights at random."""
+    output = original(manager, request)
+    with _guarded("a check of the weights"):
+        if request.action == _RESET:
+            _overwritten()
+    return output
+
+
 def flush(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
     """Around flush_cache."""
     is_flushed = original(scheduler, *args, **options)
@@ -174,6 +207,12 @@ def _of_order(
     _host_indices: Any, token_ids: Any, hash_value: Any = None, prefix_keys: Any = None, **_: Any
 ) -> tuple[Any, Any, Any]:
     return token_ids, hash_value, prefix_keys
+
+
+def _overwritten() -> None:
+    """The weights are others than a moment ago, on all ranks, and nobody has named them."""
+    WEIGHTS.change_begins()
+    WEIGHTS.change_ends(None, Outcome.DOUBTFUL)
 
 
 def _guarded(what: str) -> AbstractContextManager[None]:

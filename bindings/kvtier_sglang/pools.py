@@ -59,7 +59,13 @@ def page_places(host_indices: Any, page_tokens: int, count: int) -> list[int]:
     are whole pages, `count` of them.
     """
     firsts = host_indices[::page_tokens].tolist()
-    if len(host_indices) != count * page_tokens or any(first % page_tokens for first in firsts):
+    steps = host_indices[1:] - host_indices[:-1]
+    steps[page_tokens - 1 :: page_tokens] = 1  # from one page to the next
+    if (
+        len(host_indices) != count * page_tokens
+        or any(first % page_tokens for first in firsts)
+        or not bool((steps == 1).all())
+    ):
         raise LayoutError(
             f"{len(host_indices)} slots for {count} pages of {page_tokens} tokens",
             remedy="pass the slots of whole pages, in the order of their tokens",

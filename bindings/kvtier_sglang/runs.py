@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvtier import LayoutError
 from kvtier_sglang.budget import Budget
 
 __all__ = ["Run", "cut", "in_runs"]
@@ -52,7 +53,16 @@ def in_runs(
 
 
 def cut(pages: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
-    """Flat pages in pieces of `lengths`: for each length a list with its piece of every page."""
+    """Flat pages in pieces of `lengths`: for each length a list with its piece of every page.
+    Raises LayoutError for a page that is longer or shorter than all of them: it is of another pool.
+    """
+    whole = (sum(lengths),)
+    for page in pages:
+        if tuple(page.shape) != whole:
+            raise LayoutError(
+                f"a page of shape {tuple(page.shape)}, of this pool it would be {whole}",
+                remedy="pass what get_data_page and get_dummy_flat_data_page of the pool give",
+            )
     pieces = []
     begin = 0
     for length in lengths:

@@ -33,7 +33,13 @@ try:
         PoolTransferResult,
     )
     from sglang.srt.observability.metrics_collector import StorageMetrics
-    from sglang.srt.runtime_context import get_exec, get_model, get_serving, get_spec
+    from sglang.srt.runtime_context import (
+        get_exec,
+        get_model,
+        get_parallel,
+        get_serving,
+        get_spec,
+    )
 except ImportError as error:
     raise UnsupportedSglang(f"SGLang {_version()}: {error}", remedy=_REMEDY) from error
 
@@ -46,6 +52,7 @@ __all__ = [
     "ServedModel",
     "StorageMetrics",
     "draft_model",
+    "replica_of",
     "require_sglang",
     "served_model",
     "state_kernels",
@@ -58,6 +65,11 @@ _METHODS: Final = ("register_mem_pool_host", "register_mem_host_pool_v2", "batch
 _CONFIG: Final = ("tp_rank", "tp_size", "pp_rank", "pp_size", "is_mla_model",
                   "enable_storage_metrics", "model_name", "extra_config")  # fmt: skip
 _TRANSFER: Final = ("name", "keys", "host_indices", "hit_policy")
+#: Of what makes other numbers of the weights while they are loaded.
+_QUANTIZED: Final = ("quantization", "modelopt_quant", "modelopt_checkpoint_restore_path",
+                     "rl_quant_profile")  # fmt: skip
+_DRAFT: Final = ("speculative_draft_model_path", "speculative_draft_model_revision",
+                 "speculative_draft_model_quantization")  # fmt: skip
 _KERNELS: Final = ("mamba_backend", "linear_attn_backend", "linear_attn_decode_backend",
                    "linear_attn_prefill_backend")  # fmt: skip
 
@@ -66,7 +78,9 @@ _KERNELS: Final = ("mamba_backend", "linear_attn_backend", "linear_attn_decode_b
 class ServedModel:
     """What the server says of its model; empty where it says nothing.
 
-    `kv_scales` is the file of the FP8 scales, which are part of what the numbers mean.
+    `kv_scales` is the file of the FP8 scales, which are part of what the numbers mean; `overrides`
+    are settings, in JSON, that replace those of the model's own configuration; `quantization` names
+    what is made of the weights while they are loaded, in the format `load_format`.
     """
 
     path: str
@@ -74,6 +88,9 @@ class ServedModel:
     weight_version: str
     kv_cache_dtype: str
     kv_scales: str
+    overrides: str
+    quantization: str
+    load_format: str
 
 
 def require_sglang() -> None:
@@ -96,13 +113,30 @@ def served_model() -> ServedModel:
         weight_version=_text(serving, "weight_version"),
         kv_cache_dtype=_text(model, "kv_cache_dtype"),
         kv_scales=_text(model, "quantization_param_path"),
+        overrides=_text(model, "json_model_override_args"),
+        quantization=", ".join(
+            _named(model, _QUANTIZED) + _named(get_exec().moe, ("kt_weight_path",))
+        ),
+        load_format=_text(model, "load_format"),
     )
 
 
 def draft_model() -> str:
     """Which model drafts; empty where it is a part of the served one. Raises UnsupportedSglang."""
-    names = ("speculative_draft_model_path", "speculative_draft_model_revision")
-    return " ".join(filter(None, (_text(get_spec(), name) for name in names)))
+    return " ".join(filter(None, (_text(get_spec(), name) for name in _DRAFT)))
+
+
+def replica_of(config: HiCacheStorageConfig) -> int:
+    """Which data parallel replica this process belongs to: of attention, as its config says, or of
+    the whole server, whose replicas all say 0 there. No part of what pages mean.
+    """
+    of_attention: int = getattr(config, "dp_rank", 0)
+    try:
+        parallel = get_parallel()
+        of_server = parallel.dp_rank if parallel.attn_dp_size == 1 else None
+    except (AttributeError, RuntimeError, ValueError):  # older, or outside of a server
+        return of_attention
+    return of_attention or of_server or 0
 
 
 def state_kernels() -> str:
@@ -127,3 +161,9 @@ def _text(bag: Any, name: str) -> str:
         raise UnsupportedSglang(f"SGLang {_version()} has no setting {name}", remedy=_REMEDY)
     value = getattr(bag, name)
     return "" if value is None else str(value)
+
+
+def _named(bag: Any, names: tuple[str, ...]) -> list[str]:
+    """Those that say something, each with its name."""
+    said = ((name, _text(bag, name)) for name in names)
+    return [f"{name} {value}" for name, value in said if value]

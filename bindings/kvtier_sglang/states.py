@@ -13,5 +13,6 @@ class StoreState(Enum):
     PAUSED = "paused"
     #: Resumed, and the daemon has not let it open the namespaces yet; it is asked once a second.
     WAITING = "waiting"
-    #: The daemon has other weights under this family; it is asked once a second.
+    #: The daemon has other weights under this family, or was not there to say; it is asked once a
+    #: second.
     REFUSED = "refused"

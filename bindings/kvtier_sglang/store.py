@@ -151,20 +151,21 @@ class PageStore:
         """Stores pages from memory outside the pool, one flat tensor each."""
         return self._set(hashes, [(rows, None) for rows in self._pieces(sources)], ())
 
-    def clear(self) -> None:
+    def clear(self, budget: Budget | None = None) -> None:
         """Deletes every page of this family, of all ranks and servers. Raises when the daemon does
         not answer.
         """
+        budget = budget or Budget(self._options.set_deadline)
         for layout in self._layouts:
             with suppress(kvtier.UnknownNamespace):  # nobody has opened it
                 self._connection.delete_namespace(
                     layout,
                     tenant=self._options.tenant,
                     salt=self._salt,
-                    deadline=self._options.set_deadline,
+                    deadline=budget.at_most(self._options.set_deadline),
                 )
         for part in self._parts or ():
-            part.namespace.reopen(deadline=self._options.set_deadline)
+            part.namespace.reopen(deadline=budget.at_most(self._options.set_deadline))
 
     def pause(self) -> None:
         """Everything is a miss, and nothing is stored, until `resume`."""
@@ -204,12 +205,12 @@ class PageStore:
     def _asked(
         self, hashes: Sequence[str], budget: Budget | None
     ) -> tuple[Sequence[Namespace], Sequence[str], Budget, Callable[[], bool]]:
-        parts = self._present()
-        namespaces = [part.namespace for part in parts]
         budget = budget or Budget(self._options.exists_deadline)
-        return namespaces, hashes, budget, lambda: self._is_open(parts)
+        parts = self._present(budget)
+        namespaces = [part.namespace for part in parts]
+        return namespaces, hashes, budget, lambda: self._is_open(parts, budget)
 
-    def _present(self) -> Sequence[_Part]:
+    def _present(self, budget: Budget) -> Sequence[_Part]:
         """What a call goes on with: nothing while it is paused. Settles what is owed, and opens
         what could not be opened, once a second.
         """
@@ -223,8 +224,8 @@ class PageStore:
         ):
             try:
                 self._opens_at = time.monotonic() + _REOPEN_S
-                self._leaving.settle(self._options.exists_deadline)
-                self._open(self._options.exists_deadline)
+                self._leaving.settle(budget.at_most(self._options.exists_deadline))
+                self._open(budget.at_most(self._options.exists_deadline))
             finally:
                 self._opening.release()
         return self._parts or ()
@@ -248,10 +249,13 @@ class PageStore:
                 self._is_refused = False
 
     def _opened(self, layouts: Sequence[Layout], deadline: float) -> list[_Part]:
-        made = []
+        made, budget = [], Budget(deadline)
         for layout, rows in zip(layouts, self._rows, strict=True):
             namespace = self._connection.namespace(
-                layout, tenant=self._options.tenant, salt=self._salt, deadline=deadline
+                layout,
+                tenant=self._options.tenant,
+                salt=self._salt,
+                deadline=budget.at_most(deadline),
             )
             made.append(
                 _Part(namespace=namespace, rows=rows, first_generation=namespace.generation)
@@ -265,7 +269,7 @@ class PageStore:
         budget: Budget | None = None,
     ) -> list[bool]:
         budget = budget or Budget(self._options.get_deadline)
-        if not (parts := self._present()):
+        if not (parts := self._present(budget)):
             return [False] * len(hashes)
         keys = parts[0].namespace.keys_from(hashes)
 
@@ -301,7 +305,7 @@ class PageStore:
         budget: Budget | None = None,
     ) -> list[bool]:
         budget = budget or Budget(self._options.set_deadline)
-        if not (parts := self._present()):
+        if not (parts := self._present(budget)):
             return [False] * len(hashes)
         keys = parts[0].namespace.keys_from(hashes)
         news = [0] * len(parts)
@@ -341,7 +345,7 @@ class PageStore:
     ) -> int:
         """See runs.in_runs."""
         run = Run(parts=len(parts), page_bytes=self.page_bytes, total=total)
-        return in_runs(run, budget, ask, lambda: self._is_open(parts))
+        return in_runs(run, budget, ask, lambda: self._is_open(parts, budget))
 
     def _pieces(self, pages: Sequence[_Memory]) -> list[list[_Memory]]:
         """The objects of flat pages: for each part a list with its piece of every page."""
@@ -351,24 +355,24 @@ class PageStore:
         ]
         return cut(pages, lengths)
 
-    def _is_open(self, parts: Sequence[_Part]) -> bool:
-        """Whether asking `parts` makes sense. After somebody bumped or deleted a namespace, binds
-        to the present generation.
+    def _is_open(self, parts: Sequence[_Part], budget: Budget) -> bool:
+        """Whether asking `parts` makes sense. After somebody bumped or deleted a namespace, or when
+        no daemon was there to open it, binds to the present generation.
 
         The family names the weights: if the daemon has others for it now, opening it is refused,
         and everything stays a miss.
         """
         if not parts or parts is not self._parts:
             return False
-        if not self._is_refused and not any(part.namespace.is_stale for part in parts):
+        if not self._is_refused and all(_is_bound(part.namespace) for part in parts):
             return True
         with self._reopening:
-            if time.monotonic() < self._reopens_at:
+            if time.monotonic() < self._reopens_at or budget.left <= 0:
                 return not self._is_refused
             self._reopens_at = time.monotonic() + _REOPEN_S
             try:
                 for part in parts:
-                    part.namespace.reopen(deadline=self._options.exists_deadline)
+                    part.namespace.reopen(deadline=budget.at_most(self._options.exists_deadline))
             except kvtier.KvtierError as error:
                 # Also when the daemon only did not answer: a namespace that is released and not
                 # bound would be opened by the next call, which raises if it is refused then.
@@ -378,3 +382,8 @@ class PageStore:
             else:
                 self._is_refused = False
         return not self._is_refused
+
+
+def _is_bound(namespace: Namespace) -> bool:
+    """Where it is not a call would open it, and raise if that is refused."""
+    return namespace.generation is not None and not namespace.is_stale

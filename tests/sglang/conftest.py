@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from server_tiers import nvme_daemon
 from sglang_rig import Walks
+from sglang_standin import StandIn, stand_in
 
+import kvtier
+from kvtier.client import Connection
 from kvtier.packing import fp8
 from kvtier_engine.smollm2 import ensure_model
+from kvtier_sglang.weights import LoadedWeights
 from tests.forks import daemon_of_its_own
 
 
@@ -18,6 +22,12 @@ from tests.forks import daemon_of_its_own
 def daemon(forker):
     with daemon_of_its_own(forker, "host.bytes=64MiB") as running:
         yield running
+
+
+@pytest.fixture
+def kv(daemon) -> Iterator[Connection]:
+    with kvtier.connect(daemon.url, deadline=5) as connection:
+        yield connection
 
 
 @pytest.fixture
@@ -32,6 +42,16 @@ def tiers(forker):
     """A daemon with NVMe, for the servers of a module."""
     with nvme_daemon(forker) as running:
         yield running
+
+
+@pytest.fixture
+def sglang(monkeypatch) -> Iterator[StandIn]:
+    """SGLang's storage; its server is a stand-in, in which updates of the weights are seen."""
+    with stand_in() as made:
+        weights = LoadedWeights()
+        weights.is_watching = True
+        monkeypatch.setattr(made.backend, "WEIGHTS", weights)
+        yield made
 
 
 @pytest.fixture(scope="session")

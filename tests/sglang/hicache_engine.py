@@ -52,13 +52,16 @@ _WAIT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One engine. `layout` is a --hicache-mem-layout, `extra` the backend's extra config."""
+    """One engine. `layout` is a --hicache-mem-layout, `extra` the backend's extra config, and
+    `overrides` what --json-model-override-args would be.
+    """
 
     layout: str
     is_mla: bool = False
     page_size: int = 16
     dtype: str = "bfloat16"
     backend: str = "dynamic"
+    overrides: str = "{}"
     extra: dict[str, Any] = field(default_factory=dict)
     seed: int = 1
 
@@ -177,6 +180,7 @@ class Engine:
             hicache_ratio=2.0,
             hicache_storage_backend_extra_config=json.dumps(setup.extra),
             hicache_storage_prefetch_policy="wait_complete",
+            json_model_override_args=setup.overrides,
         )
         args._mamba_cache_chunk_size = 64
         return args

@@ -33,7 +33,8 @@ def main(url: str, rank: int, *, is_latent: bool) -> None:
     pool, expected = make("page_first_direct", seed=seed), make("page_first_direct", seed=seed)
     places = list(range(PAGES))
     with kvtier.connect(url, deadline=5) as kv:
-        store = store_for(kv, pool, ranks=Ranks(tp_rank=rank, tp_size=RANKS))
+        times = {f"{call}_deadline": 5.0 for call in ("exists", "get", "set")}
+        store = store_for(kv, pool, ranks=Ranks(tp_rank=rank, tp_size=RANKS), **times)
         say("ready")
         for line in sys.stdin:
             asked, prompt = json.loads(line)

@@ -23,12 +23,6 @@ ALL = list(range(PAGES))
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 
 
-@pytest.fixture
-def kv(daemon):
-    with kvtier.connect(daemon.url, deadline=5) as connection:
-        yield connection
-
-
 def packed_store(kv, pool, **options):
     return store_for(kv, pool, at_rest="fp8", **options)
 

@@ -3,66 +3,35 @@
 from __future__ import annotations
 
 from contextlib import closing
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
 from pool_rig import (
-    IDENTITY,
-    PAGE,
     PAGES,
     hashes,
     index_pool,
     latent_pool,
     pool_with_heads,
-    slots_of,
     states_pool,
     store_for,
 )
-from sglang_standin import Config, stand_in
+from sglang_standin import config, needs_wheel, stand_in
+from side_rig import FIRST, MODEL, sides_for, transfer
 
 import kvtier
 from kvtier.core.page import Tier
-from kvtier_sglang.layouts import Ranks
-from kvtier_sglang.options import Options
-from kvtier_sglang.side_pools import Model, side_pool
-from kvtier_sglang.sides import SidePools
 from tests.client.local_rig import flip
 
 pytestmark = pytest.mark.usefixtures("packing")
 
-FIRST = "page_first_direct"
-MODEL = Model(
-    identity=IDENTITY,
-    ranks=Ranks(),
-    page_tokens=PAGE,
-    is_replicated=False,
-    stated_format="auto",
-    draft="d",
-    state_kernels="triton",
-)
 PACKED = ("swa", "draft", "draft_swa")
 
 
-@pytest.fixture
-def kv(daemon):
-    with kvtier.connect(daemon.url, deadline=5) as connection:
-        yield connection
-
-
-def sides_for(kv, *, at_rest="fp8", seed=0, names=PACKED, **sizes):
+def packed_sides(kv, *, at_rest="fp8", seed=0, names=PACKED, **sizes):
     """Side pools of keys and values, and what holds them."""
-    made = SidePools(kv, Options(at_rest=at_rest, exists_deadline=5.0))
-    pools = {}
-    for number, name in enumerate(names):
-        pools[name] = pool_with_heads(FIRST, seed=seed + 10 * number, **sizes)
-        made.add(side_pool(name, pools[name], MODEL))
-    return made, pools
-
-
-def transfer(name, keys, places=None, policy="all_pages"):
-    slots = None if places is None else slots_of(places)
-    return SimpleNamespace(name=name, keys=keys, host_indices=slots, hit_policy=policy)
+    pools = {name: (partial(pool_with_heads, FIRST, **sizes), MODEL) for name in PACKED}
+    return sides_for(kv, *names, seed=seed, pools=pools, at_rest=at_rest)
 
 
 def all_of(keys, places):
@@ -70,8 +39,8 @@ def all_of(keys, places):
 
 
 def test_pages_of_every_pool_come_back_rounded_to_their_places(kv):
-    one, pools = sides_for(kv)
-    other, others = sides_for(kv, seed=5)
+    one, pools = packed_sides(kv)
+    other, others = packed_sides(kv, seed=5)
     before = {name: pool.kv_buffer.clone() for name, pool in others.items()}
     assert one.set(all_of(hashes(3), [6, 1, 3])) == {name: [True] * 3 for name in PACKED}
     asked = all_of(hashes(4), [5, 1, 2, 0])
@@ -86,8 +55,8 @@ def test_pages_of_every_pool_come_back_rounded_to_their_places(kv):
 
 
 def test_who_did_not_ask_for_it_finds_none_and_the_other_way_round(kv):
-    packed, _ = sides_for(kv)
-    raw, _ = sides_for(kv, at_rest="raw")
+    packed, _ = packed_sides(kv)
+    raw, _ = packed_sides(kv, at_rest="raw")
     missed, there = ({name: [hit] * 2 for name in PACKED} for hit in (False, True))
     packed.set(all_of(hashes(2), [0, 1]))
     assert raw.get(all_of(hashes(2), [4, 5])) == missed
@@ -101,7 +70,7 @@ def test_who_did_not_ask_for_it_finds_none_and_the_other_way_round(kv):
 
 def test_prefixes_are_what_all_pools_can_restore(kv):
     primary = store_for(kv, pool_with_heads(FIRST), at_rest="fp8", exists_deadline=5.0)
-    sides, _ = sides_for(kv)
+    sides, _ = packed_sides(kv)
     assert all(primary.set(hashes(5), list(range(5))))
     sides.set([transfer("swa", hashes(4), list(range(4)))])
     sides.set([transfer("draft", hashes(5), list(range(5)))])
@@ -112,7 +81,7 @@ def test_prefixes_are_what_all_pools_can_restore(kv):
 
 def test_a_changed_byte_of_a_packed_side_page_makes_prefixes_shorter(kv, daemon):
     primary = store_for(kv, pool_with_heads(FIRST), at_rest="fp8", exists_deadline=5.0)
-    sides, _ = sides_for(kv, names=("swa",))
+    sides, _ = packed_sides(kv, names=("swa",))
     assert all(primary.set(hashes(3), [0, 1, 2]))
     sides.set([transfer("swa", hashes(3), [0, 1, 2])])
     part = sides.stores[0]._parts[1].namespace
@@ -129,7 +98,7 @@ def test_they_take_half_the_room(kv):
     used = {}
     for at_rest in ("raw", "fp8"):
         before = host_bytes(kv)
-        sides, _ = sides_for(kv, at_rest=at_rest, **sizes)
+        sides, _ = packed_sides(kv, at_rest=at_rest, **sizes)
         sides.set(all_of(hashes(PAGES), list(range(PAGES))))
         used[at_rest] = host_bytes(kv) - before
     assert used["fp8"] < 0.65 * used["raw"], used
@@ -139,6 +108,7 @@ def host_bytes(kv):
     return next(tier.used_bytes for tier in kv.status(deadline=5).tiers if tier.tier is Tier.HOST)
 
 
+@needs_wheel
 @pytest.mark.parametrize(
     ("name", "pool", "is_replicated", "said"),
     [
@@ -149,13 +119,17 @@ def host_bytes(kv):
     ids=["states", "index keys", "latents"],
 )
 def test_pools_that_cannot_be_packed_fail_the_attach_by_name(
-    daemon, monkeypatch, name, pool, is_replicated, said
+    daemon, name, pool, is_replicated, said
 ):
     """With a primary pool that can be: the model is served raw, or not at all."""
-    extra = {"kvtier_endpoint": daemon.url, "kvtier_at_rest": "fp8"}
+    extra = {
+        "kvtier_endpoint": daemon.url,
+        "kvtier_at_rest": "fp8",
+        "kvtier_weights_fixed": True,
+    }
     with stand_in() as sglang:
         backend = sglang.backend.KvTierHiCacheStorage(
-            Config(extra_config=extra, is_mla_model=is_replicated)
+            config(extra_config=extra, is_mla_model=is_replicated)
         )
         with closing(backend):
             primary = pool_with_heads(FIRST)

@@ -1,27 +1,27 @@
-"""The backend itself: what it needs of SGLang, and its pools together. SGLang is a stand-in."""
+"""The backend itself: what it needs of SGLang, and its pools together. SGLang's storage classes are
+its own, its server a stand-in.
+"""
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, closing
 
 import pytest
 import torch
 from pool_rig import hashes, index_pool, latent_pool, pool_with_heads, slots_of, states_pool
-from sglang_standin import Config, Storage, Transfer, stand_in
+from prometheus_client import REGISTRY
+from sglang_standin import config, needs_wheel, stand_in, transfer
 
 import kvtier
+import kvtier.client
 from kvtier_sglang.errors import UnsupportedSglang
 from kvtier_sglang.store import StoreState
-from kvtier_sglang.weights import LoadedWeights, Outcome
+from kvtier_sglang.weights import Outcome
+
+pytestmark = needs_wheel
 
 PAGES_FIRST = "page_first_direct"
-
-
-@pytest.fixture
-def sglang(monkeypatch):
-    with stand_in() as made:
-        monkeypatch.setattr(made.backend, "WEIGHTS", LoadedWeights())
-        yield made
 
 
 @pytest.fixture
@@ -29,11 +29,11 @@ def attach(sglang, daemon):
     """Attaches a backend with these pools, the primary one first."""
     with ExitStack() as stack:
 
-        def make(primary, *, extra=None, config=None, **sides):
+        def make(primary, *, extra=None, ranks=None, **sides):
             times = {f"kvtier_{call}_deadline": 5.0 for call in ("exists", "get", "set")}
             given = times | {"kvtier_endpoint": daemon.url} | (extra or {})
             backend = sglang.backend.KvTierHiCacheStorage(
-                Config(extra_config=given, **(config or {}))
+                config(extra_config=given, **(ranks or {}))
             )
             stack.enter_context(closing(backend))
             backend.register_mem_pool_host(primary)
@@ -57,8 +57,8 @@ def hybrid(attach, seed=0, **options):
 def transfers(count):
     places = list(range(count))
     return [
-        Transfer(name="swa", keys=hashes(count), host_indices=slots_of(places)),
-        Transfer(name="mamba", keys=hashes(count), host_indices=torch.tensor(places)),
+        transfer("swa", keys=hashes(count), host_indices=slots_of(places)),
+        transfer("mamba", keys=hashes(count), host_indices=torch.tensor(places)),
     ]
 
 
@@ -73,8 +73,7 @@ def store_all(backend, count=3):
 
 def found(backend, count=3):
     asked = transfers(count)
-    asked[1].hit_policy = "trailing_pages"
-    asked[1].keys = [""]
+    asked[1] = transfer("mamba", keys=[""], hit_policy="trailing_pages")
     return backend.batch_exists_v2(hashes(count), asked)
 
 
@@ -157,13 +156,13 @@ def test_an_error_inside_is_a_miss_of_every_pool_that_was_asked(attach, caplog):
 
 
 def test_pools_are_refused_by_name(sglang, attach):
-    backend = attach(latent_pool(PAGES_FIRST), config={"is_mla_model": True, "tp_size": 2})
+    backend = attach(latent_pool(PAGES_FIRST), ranks={"is_mla_model": True, "tp_size": 2})
     with pytest.raises(kvtier.LayoutError, match="deepseek_v4_c4"):
         backend.register_mem_host_pool_v2(latent_pool(PAGES_FIRST), "deepseek_v4_c4")
     with pytest.raises(kvtier.LayoutError, match="different heads"):
         backend.register_mem_host_pool_v2(pool_with_heads(PAGES_FIRST), "draft")
     backend.register_mem_host_pool_v2(index_pool(PAGES_FIRST), "indexer")
-    with closing(sglang.backend.KvTierHiCacheStorage(Config())) as empty:
+    with closing(sglang.backend.KvTierHiCacheStorage(config())) as empty:
         with pytest.raises(kvtier.LayoutError, match="without a primary one"):
             empty.register_mem_host_pool_v2(states_pool(), "mamba")
         assert empty.batch_exists_v2(hashes(1), transfers(1)).kv_hit_pages == 0
@@ -172,14 +171,14 @@ def test_pools_are_refused_by_name(sglang, attach):
 def test_drafts_of_two_draft_models_are_apart(sglang, attach):
     sglang.spec.speculative_draft_model_path = "one"
     primary = latent_pool(PAGES_FIRST)
-    asked = [Transfer(name="draft", keys=hashes(1), host_indices=slots_of([0]))]
+    asked = [transfer("draft", keys=hashes(1), host_indices=slots_of([0]))]
     latent = {"is_mla_model": True}
-    backend = attach(primary, draft=latent_pool(PAGES_FIRST, seed=1), config=latent)
+    backend = attach(primary, draft=latent_pool(PAGES_FIRST, seed=1), ranks=latent)
     assert backend.batch_set_v2(asked) == {"draft": [True]}
-    same = attach(primary, draft=latent_pool(PAGES_FIRST, seed=2), config=latent)
+    same = attach(primary, draft=latent_pool(PAGES_FIRST, seed=2), ranks=latent)
     assert same.batch_get_v2(asked) == {"draft": [True]}
     sglang.spec.speculative_draft_model_path = "two"
-    other = attach(primary, draft=latent_pool(PAGES_FIRST, seed=3), config=latent)
+    other = attach(primary, draft=latent_pool(PAGES_FIRST, seed=3), ranks=latent)
     assert other.batch_get_v2(asked) == {"draft": [False]}
 
 
@@ -194,9 +193,9 @@ def test_an_sglang_without_a_name_is_refused_by_it(name):
 
 
 def test_an_sglang_without_a_method_or_a_field_is_refused_by_it(sglang, monkeypatch):
-    monkeypatch.delattr(Storage, "batch_get_v2")
-    with pytest.raises(UnsupportedSglang, match=r"has no Storage\.batch_get_v2"):
-        sglang.backend.KvTierHiCacheStorage(Config())
+    monkeypatch.delattr(sglang.storage.HiCacheStorage, "batch_get_v2")
+    with pytest.raises(UnsupportedSglang, match=r"has no HiCacheStorage\.batch_get_v2"):
+        sglang.backend.KvTierHiCacheStorage(config())
 
 
 @pytest.mark.parametrize(
@@ -206,7 +205,7 @@ def test_an_sglang_without_a_method_or_a_field_is_refused_by_it(sglang, monkeypa
 def test_a_setting_that_is_not_there_is_not_taken_for_an_empty_one(sglang, bag, name):
     delattr(getattr(sglang, bag), name)
     with pytest.raises(UnsupportedSglang, match=f"has no setting {name}"):
-        sglang.backend.KvTierHiCacheStorage(Config())
+        sglang.backend.KvTierHiCacheStorage(config())
 
 
 def test_settings_of_side_pools_are_looked_for_with_the_pool(sglang, attach):
@@ -226,3 +225,108 @@ def test_a_result_without_a_place_for_lengths_has_none(sglang, monkeypatch):
     result = sglang.api.transfer_result(2, {"kv": 2}, [2])
     assert not hasattr(result, "restorable_prefix_pages")
     assert (result.kv_hit_pages, result.extra_pool_hit_pages) == (2, {"kv": 2})
+
+
+# -- who shares with whom -------------------------------------------------------------------------
+
+YARN = '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}'
+
+
+@pytest.mark.parametrize(
+    ("bag", "name", "value"),
+    [
+        ("model", "json_model_override_args", YARN),
+        ("model", "quantization", "fp8"),
+        ("model", "modelopt_quant", {"algorithm": "fp8"}),
+        ("model", "load_format", "dummy"),
+        ("moe", "kt_weight_path", "experts"),
+    ],
+)
+def test_servers_that_make_other_numbers_of_one_checkpoint_never_share(
+    sglang, attach, bag, name, value
+):
+    store_all(hybrid(attach))
+    setattr(getattr(sglang, bag), name, value)
+    other = hybrid(attach, seed=9)
+    assert found(other).kv_hit_pages == 0
+    assert other.batch_get_v1(hashes(3), slots_of([0, 1, 2])) == [False] * 3
+    assert other.batch_get_v2(transfers(3)) == {"swa": [False] * 3, "mamba": [False] * 3}
+    store_all(other)
+    assert found(hybrid(attach)).kv_hit_pages == 3
+
+
+def test_servers_that_say_the_same_in_other_words_share(sglang, attach):
+    store_all(hybrid(attach))
+    sglang.model.load_format, sglang.model.json_model_override_args = "safetensors", "{ }"
+    assert found(hybrid(attach)).kv_hit_pages == 3
+    sglang.model.json_model_override_args = YARN
+    store_all(hybrid(attach))
+    sglang.model.json_model_override_args = YARN.replace(" ", "").replace("4.0", "4.00")
+    assert found(hybrid(attach)).kv_hit_pages == 3
+
+
+def test_drafts_that_are_quantized_are_apart(sglang, attach):
+    asked = [transfer("draft", keys=hashes(1), host_indices=slots_of([0]))]
+    heads = pool_with_heads(PAGES_FIRST)
+    assert attach(heads, draft=heads).batch_set_v2(asked) == {"draft": [True]}
+    assert attach(heads, draft=heads).batch_get_v2(asked) == {"draft": [True]}
+    sglang.spec.speculative_draft_model_quantization = "fp8"
+    assert attach(heads, draft=heads).batch_get_v2(asked) == {"draft": [False]}
+
+
+# -- what else it says of itself ------------------------------------------------------------------
+
+
+def test_where_updates_would_go_unseen_it_is_refused_by_the_name_of_the_plugin(sglang, attach):
+    sglang.backend.WEIGHTS.is_watching = False
+    with pytest.raises(UnsupportedSglang, match="plugin kvtier is not loaded") as caught:
+        attach(pool_with_heads(PAGES_FIRST))
+    assert "SGLANG_PLUGINS" in caught.value.remedy
+    assert "kvtier_weights_fixed" in caught.value.remedy
+    backend = attach(pool_with_heads(PAGES_FIRST), extra={"kvtier_weights_fixed": True})
+    assert backend.state is StoreState.OPEN
+
+
+@pytest.mark.parametrize("is_of_attention", [True, False], ids=["attention", "servers"])
+def test_replicas_publish_events_side_by_side(sglang, attach, daemon, tmp_path, is_of_attention):
+    extra = {"kvtier_events_endpoint": f"ipc://{tmp_path}/e"}
+    for number in range(2):
+        if is_of_attention:
+            sglang.parallel.attn_dp_size = 2
+        else:
+            sglang.parallel.dp_rank = number
+        ranks = {"dp_rank": number if is_of_attention else 0}
+        attach(pool_with_heads(PAGES_FIRST), extra=extra, ranks=ranks)
+    assert {path.name for path in tmp_path.iterdir()} >= {"e", "e_dp1"}
+    with kvtier.connect(daemon.url, deadline=5) as kv:
+        names = sorted(
+            item.client_name for item in kv.status().sessions if "sglang" in item.client_name
+        )
+    assert [" dp 1 " in name for name in names] == [True, False]
+
+
+def test_it_serves_only_while_all_pools_do(attach):
+    backend = hybrid(attach, ranks={"enable_storage_metrics": True})
+    labels = {"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
+
+    def serves():
+        backend.get_stats()
+        return REGISTRY.get_sample_value("kvtier:serving", labels)
+
+    assert serves() == 1
+    backend._sides.stores[1].pause()
+    assert serves() == 0
+
+
+def test_clearing_many_pools_ends_in_one_time(attach, monkeypatch):
+    """It is called in the scheduler's thread."""
+    backend = hybrid(attach, extra={"kvtier_set_deadline": 0.3})
+
+    def silent(_connection, _layout, *, deadline, **_options):
+        time.sleep(deadline)
+        raise kvtier.DeadlineExceeded("silent", remedy="wait")
+
+    monkeypatch.setattr(kvtier.client.Connection, "delete_namespace", silent)
+    began = time.monotonic()
+    backend.clear()
+    assert time.monotonic() - began < 0.7

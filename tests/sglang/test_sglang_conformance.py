@@ -25,6 +25,7 @@ def test_kvtier(roomy, walks, interface_v1):
         "class_name": "KvTierHiCacheStorage",
         "interface_v1": interface_v1,
         "kvtier_endpoint": roomy.url,
+        "kvtier_weights_fixed": True,  # in process there are no plugins
     }
     storage = str(arena_of(roomy.pid))
     results = walks.conform(backend="dynamic", extra=extra, storage=storage)

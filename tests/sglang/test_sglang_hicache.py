@@ -30,6 +30,7 @@ def extra(daemon, **options):
         "prefetch_threshold": 16,
         "hicache_storage_pass_prefix_keys": True,
         "kvtier_endpoint": daemon.url,
+        "kvtier_weights_fixed": True,  # in process there are no plugins
     } | options
 
 
@@ -86,6 +87,7 @@ def test_a_pool_by_layers_and_one_by_pages_have_the_same_pages(daemon, walks):
     [
         {"dtype": "float16"},
         {"page_size": 32},
+        {"overrides": '{"rope_theta": 1000.0}'},
         {"extra": {"kvtier_weights_revision": "r2"}},
         {"extra": {"kvtier_model_id": "another"}},
         {"extra": {"kvtier_tenant": "another"}},

@@ -20,27 +20,22 @@ from pool_rig import (
     states_pool,
     store_for,
 )
-from test_sglang_sides import MODEL, sides_for, transfer
+from side_rig import FIRST, MODEL, sides_for, transfer
 
 import kvtier
 import kvtier.client
 from kvtier.client.results import GetResult, PutResult
 from kvtier_sglang import runs
+from kvtier_sglang.budget import Budget
 from kvtier_sglang.layouts import Identity, PoolShape, Ranks, part_layouts
 from kvtier_sglang.pools import shape_of
 from kvtier_sglang.side_pools import Model, side_pool
+from kvtier_sglang.states import StoreState
 from tests.forks import daemon_of_its_own
 
 GetCode, PutCode = kvtier.GetCode, kvtier.PutCode
-FIRST = "page_first_direct"
 #: For what the daemon does soon.
 WAIT_S = 60.0
-
-
-@pytest.fixture
-def kv(daemon):
-    with kvtier.connect(daemon.url, deadline=5) as connection:
-        yield connection
 
 
 def comes(call):
@@ -194,6 +189,29 @@ def test_kind_07_timeout_of_a_question_about_a_million_tokens(daemon):
             assert sides.stores[0].present(hashes(16384)) == [False] * 16384
         finally:
             daemon.signal(signal.SIGCONT)
+
+
+def test_kind_07_timeout_of_pools_that_also_have_to_be_opened(kv, monkeypatch):
+    """After an update that the daemon has heard nothing of: what is owed, and what is to be opened,
+    is done in the time of the call.
+    """
+    times = {"exists_deadline": 0.2, "get_deadline": 0.3}
+    sides, _ = sides_for(kv, "swa", "mamba", "draft", **times)
+
+    def silent(_connection, _layout, *, deadline, **_options):
+        time.sleep(deadline)
+        raise kvtier.DeadlineExceeded("silent", remedy="wait")
+
+    for call in ("namespace", "bump_namespace", "delete_namespace"):
+        monkeypatch.setattr(kvtier.client.Connection, call, silent)
+    for store in sides.stores:
+        store.resume("r2", Budget(0.01))
+        assert store.state is StoreState.WAITING
+    names = ("swa", "mamba", "draft")
+    began = time.monotonic()
+    got = sides.get([transfer(name, hashes(2), [0, 1]) for name in names])
+    assert time.monotonic() - began < 0.8
+    assert got == {name: [False, False] for name in names}
 
 
 # -- 10: pages of another tenant or salt -----------------------------------------------------------

@@ -196,6 +196,8 @@ def test_slots_are_whole_pages():
     for slots, count in [
         (slots_of([1])[:-1], 1),
         (slots_of([1, 2]), 1),
+        (slots_of([1])[[0, 2, 1, 3]], 1),
+        (torch.tensor([4, 5, 6, 3, 8, 9, 10, 11]), 2),
         (torch.arange(1, 5), 1),
     ]:
         with pytest.raises(kvtier.LayoutError, match="slots for"):

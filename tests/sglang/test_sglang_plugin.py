@@ -6,20 +6,15 @@ SGLang itself is not here; its modules are stand-ins with the names that the plu
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from sglang_rig import HERE
 
 from kvtier_sglang.events.blocks import Chains
 from kvtier_sglang.weights import LoadedWeights, Outcome
 
-_ANSWER_S = 120.0
 NO_SESSION = (
     "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
 )
@@ -52,12 +47,14 @@ def sglang(monkeypatch):
     says = SimpleNamespace(
         serving=SimpleNamespace(weight_version="default"),
         parallel=SimpleNamespace(tp_size=1, pp_size=1),
+        exec=SimpleNamespace(features=SimpleNamespace(enable_weights_cpu_backup=False)),
     )
     registry = ModuleType("sglang.srt.plugins.hook_registry")
     registry.HookRegistry, registry.HookType = SimpleNamespace(), SimpleNamespace(AROUND="around")
     context = ModuleType("sglang.srt.runtime_context")
     context.get_serving = lambda: says.serving
     context.get_parallel = lambda: says.parallel
+    context.get_exec = lambda: says.exec
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
@@ -188,28 +185,6 @@ def test_two_ranks_agree_on_a_name(sglang, monkeypatch):
     assert len(set(names[0])) == 5
 
 
-def test_processes_agree(tmp_path):
-    """By a real collective of two processes."""
-    ways = [(one, other) for one in Outcome for other in Outcome]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "agreement_process.py"), str(rank), "2",
-             str(tmp_path / "store"), *(way[rank].value for way in ways)],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        found = [json.loads(process.communicate(timeout=_ANSWER_S)[0]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    expected = [(one if one is other else Outcome.DOUBTFUL).value for one, other in ways]
-    assert found == [expected, expected]
-
-
 def test_ranks_that_cannot_be_asked_have_a_name_of_their_server(sglang, cache):
     """Stages of a pipeline, and a collective that fails."""
     sglang.parallel.pp_size = 2
@@ -274,6 +249,56 @@ def test_a_refused_update_that_touched_nothing_ends_nothing(
     assert (cache.weights == "") is is_untouched
 
 
+def test_weights_whose_memory_was_given_back_are_no_weights(sglang, cache):
+    """Until the next update, whose name counts as ever."""
+    manager = manager_of()
+    for tags, has_saver, has_copy, is_lost in [
+        (["kv_cache"], True, False, False),
+        (["weights"], False, False, False),
+        (["weights"], True, True, False),
+        (["weights"], True, False, True),
+        (None, True, False, True),
+    ]:
+        sglang.exec.features.enable_weights_cpu_backup = has_copy
+        manager.memory_saver_adapter = SimpleNamespace(enabled=has_saver)
+        named, request = cache.weights, SimpleNamespace(tags=tags)
+        assert sglang.plugin.resume_memory(lambda *_: "done", manager, request) == "done"
+        assert (cache.weights is None) is is_lost
+        sglang.plugin.flush(lambda _scheduler: True, None)
+        assert (cache.weights != named) is is_lost
+    sglang.plugin.update(answers(sglang), manager, tensor("v2"))
+    assert cache.weights == "v2"
+
+
+def test_a_check_that_overwrites_weights_is_seen(sglang, cache):
+    for action, is_lost in [("snapshot", False), ("compare", False), ("reset_tensors", True)]:
+        sglang.plugin.check_weights(lambda *_: None, None, SimpleNamespace(action=action))
+        assert (cache.weights is None) is is_lost
+    sglang.plugin.flush(lambda _scheduler: True, None)
+    assert cache.weights not in ("", None)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "is_watching"),
+    [("", True), ("begin_weight_update", True), ("update_weights_from_ipc", False)],
+)
+def test_updates_are_watched_only_if_all_kinds_of_them_are(
+    sglang, monkeypatch, lacking, is_watching
+):
+    plugin, hooked = sglang.plugin, []
+    plugin.HookRegistry.register = lambda target, *_: hooked.append(target.rpartition(".")[2])
+    methods = [*plugin._UPDATES, "begin_weight_update", "flush_cache"]
+    made = type("Made", (), {name: None for name in methods if name != lacking})
+    for name, holder in (
+        (plugin._SCHEDULER, "Scheduler"),
+        (plugin._UPDATER, "SchedulerWeightUpdaterManager"),
+    ):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{holder: made}))
+    plugin.register()
+    assert {*methods} - {*hooked} == {lacking} - {""}
+    assert plugin.WEIGHTS.is_watching is is_watching
+
+
 class Raises:
     """Whatever is asked of it raises."""
 
@@ -283,7 +308,8 @@ class Raises:
         raise Broken
 
 
-HOOKS = ["launch", "update", "begin_session", "end_session", "flush", "name_weights"]
+HOOKS = ["launch", "update", "begin_session", "end_session", "flush", "name_weights",
+         "resume_memory", "check_weights"]  # fmt: skip
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["unused", "used"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,61 +15,21 @@ from pool_rig import (
     index_pool,
     latent_pool,
     pool_with_heads,
-    slots_of,
     states_pool,
     store_for,
 )
+from side_rig import LATENT, MODEL, POOLS, sides_for, transfer
 
 import kvtier
 from kvtier_sglang.layouts import Ranks
 from kvtier_sglang.options import Options
-from kvtier_sglang.side_pools import Model, side_pool
+from kvtier_sglang.side_pools import side_pool
 from kvtier_sglang.sides import SidePools
 from kvtier_sglang.store import StoreState
-
-MODEL = Model(
-    identity=IDENTITY,
-    ranks=Ranks(),
-    page_tokens=PAGE,
-    is_replicated=False,
-    stated_format="auto",
-    draft="d",
-    state_kernels="triton",
-)
-LATENT = replace(MODEL, is_replicated=True)
-POOLS = {
-    "swa": (lambda **options: pool_with_heads("page_first_direct", **options), MODEL),
-    "mamba": (states_pool, MODEL),
-    "indexer": (lambda **options: index_pool("page_first_direct", **options), LATENT),
-    "draft": (lambda **options: latent_pool("page_first_direct", **options), LATENT),
-}
-
-
-@pytest.fixture
-def kv(daemon):
-    with kvtier.connect(daemon.url, deadline=5) as connection:
-        yield connection
 
 
 def prints(name, pool, model=MODEL):
     return [part.layout.fingerprint("t") for part in side_pool(name, pool, model).parts]
-
-
-def sides_for(connection, *names, seed=0, model=None, **options):
-    made = SidePools(connection, Options(**({"exists_deadline": 5.0} | options)))
-    pools = {}
-    for name in names:
-        make, own = POOLS[name]
-        pools[name] = make(seed=seed)
-        made.add(side_pool(name, pools[name], model or own))
-    return made, pools
-
-
-def transfer(name, keys=None, places=None, policy="all_pages"):
-    slots = None
-    if places is not None:
-        slots = torch.tensor(places) if name == "mamba" else slots_of(places)
-    return SimpleNamespace(name=name, keys=keys, host_indices=slots, hit_policy=policy)
 
 
 def buffers(name, pool):

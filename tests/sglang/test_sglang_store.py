@@ -23,12 +23,6 @@ POOLS = [
 ]
 
 
-@pytest.fixture
-def kv(daemon):
-    with kvtier.connect(daemon.url, deadline=5) as connection:
-        yield connection
-
-
 def buffers(pool):
     whole = pool.kv_buffer
     return list(whole) if isinstance(whole, tuple) else [whole]
@@ -110,6 +104,9 @@ def test_flat_pages_are_the_pages_of_the_pool(kv):
     other = pool_with_heads("page_first_direct", seed=3)
     assert store_for(kv, other).get(hashes(2), [4, 2]) == [True, True]
     assert torch.equal(other.kv_buffer[:, [4, 2]], pool.kv_buffer[:, [4, 2]])
+    for wrong in (torch.cat(flat), flat[0][1:], flat[0].view(2, -1)):
+        with pytest.raises(kvtier.LayoutError, match="of this pool it would be"):
+            store.set_flat(hashes(1, prompt=1), [wrong])
     out = [torch.zeros_like(page) for page in flat]
     assert store.get_flat([*hashes(2), *hashes(1, prompt=2)], [*out, out[0].clone()]) == [
         True,
@@ -147,6 +144,39 @@ def test_a_bump_to_other_weights_makes_misses_until_the_engine_has_them(kv, daem
         # Routers are told of nothing that this server is refused.
         assert store.state is StoreState.REFUSED
         assert store.families == ()
+
+
+def test_what_is_refused_when_a_daemon_comes_later_is_a_miss(kv, daemon):
+    """Nothing could be opened when it was attached; then the daemon has other weights there."""
+    pool = pool_with_heads("page_first_direct")
+    layouts = [part.namespace.layout for part in store_for(kv, pool)._parts]
+    for layout in layouts:
+        kv.bump_namespace(layout, "r2")
+    daemon.kill()
+    with kvtier.connect(daemon.url, deadline=5) as late:
+        store = store_for(late, pool)
+        assert store.exists(hashes(2)) == 0
+        assert store.state is StoreState.REFUSED
+        daemon.start()
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:
+            assert store.exists(hashes(2)) == 0
+            assert store.get(hashes(2), [0, 1]) == [False, False]
+            assert store.set(hashes(2), [0, 1]) == [False, False]
+            time.sleep(0.05)
+        assert store.state is StoreState.REFUSED
+
+
+def test_a_store_that_was_made_without_a_daemon_opens_when_there_is_one(daemon):
+    pool = pool_with_heads("page_first_direct")
+    daemon.kill()
+    with kvtier.connect(daemon.url, deadline=5) as kv:
+        store = store_for(kv, pool)
+        assert store.set(hashes(2), [0, 1]) == [False, False]
+        daemon.start()
+        comes(lambda: all(store.set(hashes(2), [0, 1])), seconds=30)
+        assert store.state is StoreState.OPEN
+        assert store.exists(hashes(2)) == 2
 
 
 def test_clear_deletes_and_goes_on(kv):

@@ -24,12 +24,6 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def kv(daemon):
-    with kvtier.connect(daemon.url, deadline=5) as connection:
-        yield connection
-
-
-@pytest.fixture
 def store(kv):
     return store_for(kv, pool_with_heads("page_first_direct"))
 
