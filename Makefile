@@ -99,7 +99,7 @@ picture: $(STAMP)
 	|| echo "matplotlib could not be installed: there will be no picture"
 
 .PHONY: bench-peers
-bench-peers: $(STAMP) ## install Mooncake Store and LMCache into .peers, and measure beside them
+bench-peers: $(STAMP) ## install Mooncake Store, LMCache and vLLM into .peers (5 GB), and measure beside them
 	@$(BIN)/python -m benchmarks.peers.install
 	@$(BIN)/python -m benchmarks.bench --only peers --out build/bench-peers
 
