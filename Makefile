@@ -21,10 +21,10 @@ SGLANG := .sglang-env
 SGLANG_NEEDS := tests/sglang/requirements.txt tests/sglang/requirements-nodeps.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint fmt proto docs bench bench-peers wheel clean sglang-env test-sglang
+.PHONY: help demo test soak lint fmt proto docs bench bench-engine bench-peers wheel clean sglang-env test-sglang
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt tests/sglang/requirements-nodeps.txt
 	@echo "installing into $(VENV): one to five minutes, on a slow machine more, without a word from pip ..."
@@ -90,14 +90,20 @@ docs: $(STAMP) ## make docs/config.md, docs/metrics.md and docs/local-plane.md f
 	@$(BIN)/python -m kvtier metrics --markdown > docs/metrics.md
 	@$(BIN)/python -c 'from kvtier.transfer.local.document import page; print(page(), end="")' > docs/local-plane.md
 
-bench: $(STAMP) ## every measurement beside its reference, into build/bench; on a quiet machine
+bench: $(STAMP) picture ## the page service beside its references, into build/bench; on a quiet machine
+	@$(BIN)/python -m benchmarks.bench
+
+bench-engine: $(STAMP) picture ## the engines above it: decoding, first tokens, fp8 pages, tag checks
+	@$(BIN)/python -m benchmarks.bench --engine --out build/bench-engine
+
+.PHONY: picture
+picture: $(STAMP)
 	@$(BIN)/python -c 'import matplotlib' 2> /dev/null \
 	|| $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt 'matplotlib>=3.8' \
 	|| echo "matplotlib could not be installed: there will be no picture"
-	@$(BIN)/python -m benchmarks.bench
 
 .PHONY: bench-peers
-bench-peers: $(STAMP) ## install Mooncake Store and LMCache into .peers, and measure beside them
+bench-peers: $(STAMP) ## install Mooncake Store, LMCache and vLLM into .peers (5 GB), and measure beside them
 	@$(BIN)/python -m benchmarks.peers.install
 	@$(BIN)/python -m benchmarks.bench --only peers --out build/bench-peers
 

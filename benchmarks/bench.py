@@ -1,7 +1,11 @@
-"""Every measurement in one run, one after the other: a table, JSON and a picture.
+"""The measurements in one run, one after the other: a table, JSON and a picture.
 
-    python -m benchmarks.bench [--quick] [--only PREFIX ...] [--passes N] [--out DIR] [--seed N]
+    python -m benchmarks.bench [--engine] [--quick] [--only PREFIX ...] [--passes N] [--out DIR]
     python -m benchmarks.bench --compare A.json B.json
+
+Of the page service, on one thread; with `--engine` of what is above it: the bundled engine, with
+torch's own number of threads (OMP_NUM_THREADS), and SGLang's first token. `--only` names rows of
+either.
 
 The table goes to stdout, what is being done to stderr; `results.json`, `results.md` and, where
 matplotlib is installed, `results.png` into the folder of `--out`. Each benchmark is a process of
@@ -17,6 +21,7 @@ ratios differ by more than 15 % between two runs, and ends with 1 if there are a
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import os
 import subprocess
@@ -34,37 +39,54 @@ from benchmarks.picture import draw
 from benchmarks.plan import fio_command, positive, progress, wants_some
 from benchmarks.rows import Missing, Row, markdown
 
-__all__ = ["GROUPS", "Group", "main"]
+__all__ = ["GROUPS", "Group", "Kind", "chosen", "main"]
 
 OUT = Path("build/bench")
 GROUP_S_MAX = 3600.0
 PASSES = 3
 
 
+class Kind(enum.Enum):
+    PAGES = "pages"
+    ENGINES = "engines"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A benchmark, and how the names of its rows begin."""
+    """A benchmark, what it is of, and how the names of its rows begin."""
 
-    name: str
+    kind: Kind
     module: str
+    rows: tuple[str, ...]
+
+    def is_wanted(self, only: tuple[str, ...]) -> bool:
+        return any(wants_some(only, name) for name in self.rows)
 
 
-GROUPS = tuple(
-    Group(name=name, module=f"benchmarks.{module}")
-    for name, module in (
-        ("machine", "memory"),
-        ("local/get", "local"),
-        ("local/put", "local_put"),
-        ("sglang", "sglang_calls"),
-        ("grpc", "grpc_stream"),
-        ("nvme", "nvme_io"),
-        ("fp8", "fp8"),
-        ("device", "tag_check"),
-        ("lookup", "lookup"),
-        ("service", "nvme_service"),
-        ("million", "million_pages"),
-        ("peers", "peers.beside"),
-    )
+def _group(kind: Kind, module: str, *rows: str) -> Group:
+    return Group(kind=kind, module=f"benchmarks.{module}", rows=rows)
+
+
+GROUPS = (
+    _group(Kind.PAGES, "memory", "machine/"),
+    _group(Kind.PAGES, "local", "local/get-"),
+    _group(Kind.PAGES, "local_put", "local/put-"),
+    _group(Kind.PAGES, "sglang_calls", "sglang/"),
+    _group(Kind.PAGES, "grpc_stream", "grpc/"),
+    _group(Kind.PAGES, "nvme_io", "nvme/"),
+    _group(Kind.PAGES, "fp8", "fp8/"),
+    _group(Kind.PAGES, "tag_check", "device/"),
+    _group(Kind.PAGES, "lookup", "lookup/"),
+    _group(Kind.PAGES, "nvme_service", "service/"),
+    _group(Kind.PAGES, "million_pages", "million/"),
+    _group(Kind.PAGES, "peers.beside", "peers/mooncake-", "peers/lmcache-"),
+    _group(Kind.ENGINES, "engine_decode", "decode/"),
+    _group(Kind.ENGINES, "peers.vllm_beside", "peers/vllm-"),
+    _group(Kind.ENGINES, "engine_profile", "profile/"),
+    _group(Kind.ENGINES, "engine_prefix", "ttft/", "start/"),
+    _group(Kind.ENGINES, "engine_kv", "kv/"),
+    _group(Kind.ENGINES, "tag_step", "tags/"),
+    _group(Kind.ENGINES, "sglang_ttft", "sglang-ttft/"),
 )
 
 
@@ -109,21 +131,22 @@ def run(group: Group, words: Sequence[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="kvt-") as home:
         found = Path(home) / "rows.json"
         command = [sys.executable, "-m", group.module, *words, "--json", str(found)]
-        status, last = _watched(command)
+        status, last = _watched(command, group.kind)
         saved = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
     rows = [Row.from_json(row) for row in saved.get("rows", ())]
     missing = [Missing(**item) for item in saved.get("not_measured", ())]
     is_failed = status not in (0, 2) or not saved
     if is_failed:
         reason = f"{group.module} ended with {status}: {last or 'it said nothing'}"
-        missing.append(Missing(name=group.name, reason=reason))
+        missing.append(Missing(name=" ".join(group.rows), reason=reason))
     return Outcome(rows=rows, missing=missing, is_failed=is_failed)
 
 
-def _watched(command: Sequence[str]) -> tuple[int, str]:
+def _watched(command: Sequence[str], kind: Kind) -> tuple[int, str]:
     """The exit status, and the last line of stderr, which is passed on meanwhile."""
-    # One thread is what is measured.
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    environ = dict(os.environ)
+    if kind is Kind.PAGES:  # one thread is what is measured
+        environ["OMP_NUM_THREADS"] = "1"
     last = ""
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
@@ -148,7 +171,7 @@ def words_for(group: Group, arguments: argparse.Namespace, fio: str | None) -> l
         words.append("--quick")
     if arguments.only:
         words += ["--only", *arguments.only]
-    if group.name == "nvme" and fio is not None:
+    if group.module == "benchmarks.nvme_io" and fio is not None:
         words += ["--fio", fio]
     return words
 
@@ -168,9 +191,9 @@ def measure(arguments: argparse.Namespace) -> int:
     facts = environment(arguments.seed) | {"quick": arguments.quick}
     fio = fio_command()
     only = tuple(arguments.only or ())
-    groups = [group for group in GROUPS if wants_some(only, group.name)]
+    groups = chosen(only, Kind.ENGINES if arguments.engine else Kind.PAGES)
     if not groups:
-        names = ", ".join(group.name for group in GROUPS)
+        names = ", ".join(name for group in GROUPS for name in group.rows)
         progress(f"no row begins with {' or '.join(only)}; they begin with {names}")
         return 2
     passes = _passes(arguments)
@@ -188,6 +211,11 @@ def measure(arguments: argparse.Namespace) -> int:
     return 1 if found.is_failed else 0
 
 
+def chosen(only: tuple[str, ...], kind: Kind) -> list[Group]:
+    """Those that have rows which are named, or all of one kind where none is."""
+    return [group for group in GROUPS if group.is_wanted(only) and (only or group.kind is kind)]
+
+
 def _passes(arguments: argparse.Namespace) -> int:
     return 1 if arguments.quick else int(arguments.passes)
 
@@ -196,6 +224,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--engine", action="store_true", help="what is above the page service")
     parser.add_argument("--quick", action="store_true", help="little of everything: does it work?")
     parser.add_argument("--only", nargs="+", metavar="PREFIX", help="rows whose names begin so")
     parser.add_argument(

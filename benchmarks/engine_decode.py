@@ -13,7 +13,6 @@ run, by turns first. The threads are torch's (OMP_NUM_THREADS).
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 
 from benchmarks.common import in_turn
 from benchmarks.plan import Measured, Plan, finish, parser_of, progress
+from benchmarks.prompts import PROMPT_TOKENS, random_prompts
 from benchmarks.rows import Bound, Row, Target
 from kvtier.client.device import DevicePool
 from kvtier_engine.engine import Engine
@@ -34,7 +34,6 @@ from kvtier_engine.settings import EngineSettings, Integrity, layout_of
 from kvtier_engine.smollm2 import ensure_model
 
 PAGE_TOKENS = 32
-PROMPT_TOKENS = 32
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BATCHES = (1, 8, 32)
 
@@ -91,10 +90,7 @@ class Work:
 def work_of(
     vocabulary: int, batch: int, tokens: int, seed: int, prompt_tokens: int = PROMPT_TOKENS
 ) -> Work:
-    draw = random.Random(seed)
-    prompts = [
-        [draw.randrange(100, vocabulary) for _ in range(prompt_tokens)] for _ in range(batch)
-    ]
+    prompts = random_prompts(vocabulary, batch, seed, prompt_tokens)
     return Work(prompts=prompts, tokens=tokens)
 
 

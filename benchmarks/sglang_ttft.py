@@ -123,7 +123,7 @@ class Rig:
 
 def rows(plan: Plan) -> Iterator[Measured]:
     if not (ENVIRONMENT / ".installed").exists():
-        yield Missing(name="sglang-ttft/*", reason="no SGLang: make sglang-env")
+        yield Missing(name="sglang-ttft/", reason="no SGLang: make sglang-env")
         return
     model = ensure_model().directory
     tokens = plan.sized(TOKENS, QUICK_TOKENS)

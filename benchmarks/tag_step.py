@@ -118,13 +118,15 @@ def bounded(name: str, what: str, found: tuple[float, float, float], most: float
         rounds=n,
         low=low,
         high=high,
-        note=f"seen {mean:.3g} %; low to high is its 95 % bound, and its upper end is judged",
+        note=f"seen {mean:.3g} %; low to high is its 95 % bound (of several passes all of them), "
+        "and the upper end is judged",
     )
 
 
 def rows(plan: Plan) -> Iterator[Measured]:
     model = load_model(ensure_model().directory, dtype=torch.bfloat16)
-    pairs = max(4, plan.rounds(60))
+    # As many in each of several passes: a bound of fewer pairs is a wider one.
+    pairs = max(4, plan.rounds_given or plan.sized(60, 4))
     progress("tags, steps in turn")
     checked, plain = (
         decoding(model, integrity, plan, pairs + 4) for integrity in (Integrity.TAGS, Integrity.OFF)

@@ -46,7 +46,7 @@ LIFECYCLE_NAMES = {"state", "state_np", "generation", "generation_np"}
 #: What only some installations have: imported where it is used, so that the rest works without.
 OPTIONAL = {
     "gguf", "matplotlib", "ml_dtypes", "mooncake", "numba", "prometheus_client", "safetensors",
-    "tokenizers", "torch", "transformers", "triton", "ucxx", "zmq",
+    "tokenizers", "torch", "transformers", "triton", "ucxx", "vllm", "zmq",
 }  # fmt: skip
 #: Files that may import anything late, each for a reason.
 IMPORTS_LATE = {

@@ -12,19 +12,14 @@ note and in benchmarks/README.md: kvtier verifies every page in all of them.
 from __future__ import annotations
 
 import enum
-import json
 import os
 import random
-import select
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import kvtier
 from benchmarks.common import PAGE_BYTES, attach, daemon, wait_populated
@@ -32,6 +27,7 @@ from benchmarks.local import BATCH, Gets, came_by, grown
 from benchmarks.local_put import Puts, went_by
 from benchmarks.memory import Pieces
 from benchmarks.peers.environments import Environment
+from benchmarks.peers.process import PeerFailed, Running, running
 from benchmarks.plan import Measured, Plan, finish, parser_of, progress
 from benchmarks.rows import Bound, Missing, Row, Target
 from kvtier.client import Connection
@@ -41,13 +37,6 @@ __all__ = ["NOT_MADE", "PEERS", "Peer", "PeerFailed", "rows"]
 NOT_MADE = "run make bench-peers"
 ARENA_BYTES = 2 << 30
 LOOKUP_KEYS, LOOKUP_CALLS = 1000, 10
-ROUND_S_MAX = 300.0
-END_S_MAX = 20.0
-_REPO = Path(__file__).resolve().parent.parent.parent
-
-
-class PeerFailed(Exception):
-    """A peer ended or did not answer in time."""
 
 
 class By(enum.Enum):
@@ -119,71 +108,13 @@ PEERS = (
 )  # fmt: skip
 
 
-class Running:
-    """A peer's process, asked for a round at a time."""
-
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process = process
-        self._log = log
-        self._stdin: IO[str] = process.stdin
-        self._stdout: IO[str] = process.stdout
-        self.version = str(self._answer()["version"])
-
-    def round(self) -> dict[str, float]:
-        with suppress(BrokenPipeError):  # why it ended is said by the answer that does not come
-            self._stdin.write("round\n")
-            self._stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, float]:
-        readable, _, _ = select.select([self._stdout], [], [], ROUND_S_MAX)
-        if not readable:
-            raise PeerFailed(f"no answer in {ROUND_S_MAX:g} s")
-        line = self._stdout.readline()
-        if not line:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S_MAX)
-            status = self._process.returncode
-            said = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
-            last = next((line for line in reversed(said) if line.strip()), "and no word")
-            raise PeerFailed(f"it ended with {status}: {last.strip()}")
-        return json.loads(line)
-
-
-@contextmanager
-def started(peer: Peer, environment: Environment, plan: Plan, pages: int) -> Iterator[Running]:
-    """Its processes are a group of their own, of which none is left behind. What they log is kept
-    beside their environment.
-    """
-    log = environment.home / f"{peer.name}.log"
-    words = ["--pages", str(pages), "--batch", str(BATCH), "--seed", str(plan.seed)]
+def started(
+    peer: Peer, environment: Environment, plan: Plan, pages: int
+) -> AbstractContextManager[Running]:
+    words = [*peer.words, "--pages", str(pages), "--batch", str(BATCH), "--seed", str(plan.seed)]
     if peer.environment == "lmcache":
         words += ["--dir", str(plan.directory)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [str(environment.python), "-m", peer.module, *peer.words, *words],
-            cwd=_REPO,
-            env=environment.variables() | {"LMCACHE_LOG_LEVEL": "WARNING"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            text=True,
-            start_new_session=True,
-        )
-    try:
-        yield Running(process, log)
-    finally:
-        for end in (process.stdin, process.stdout):
-            assert end is not None
-            with suppress(BrokenPipeError):
-                end.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_S_MAX)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(END_S_MAX)
+    return running(environment, peer.name, peer.module, words, {"LMCACHE_LOG_LEVEL": "WARNING"})
 
 
 class Ours:

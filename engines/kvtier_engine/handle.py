@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from kvtier.errors import DeadlineExceeded, KvtierError
+from kvtier_engine.errors import InvalidRequest
 from kvtier_engine.guard import attempted
 from kvtier_engine.schedule.request import Completion, Delta
 
@@ -53,20 +54,13 @@ class Handle:
         return self._end
 
     def deltas(self, timeout_seconds: float | None = None) -> Iterator[Delta]:
-        """Token by token, until the last. Raises the request's error, and DeadlineExceeded when
-        nothing comes for `timeout_seconds`.
+        """Token by token, until the last; none of those that were taken before. Raises the
+        request's error, DeadlineExceeded when nothing comes for `timeout_seconds`, and
+        InvalidRequest where all of it goes to a sink.
         """
-        while True:
-            try:
-                outcome = self._outcomes.get(timeout=timeout_seconds)
-            except queue.Empty:
-                raise DeadlineExceeded(
-                    f"no token in {timeout_seconds} s", remedy="wait longer, or cancel the request"
-                ) from None
+        while not isinstance(outcome := self._next(timeout_seconds), Completion):
             if isinstance(outcome, KvtierError):
                 raise outcome
-            if isinstance(outcome, Completion):
-                return
             yield outcome
 
     def result(self, timeout_seconds: float | None = None) -> Completion:
@@ -78,3 +72,18 @@ class Handle:
             raise self._end
         assert self._end is not None, "deltas ended without an end"
         return self._end
+
+    def _next(self, timeout_seconds: float | None) -> Outcome:
+        # The end is known before it is in the queue, and by then all that came before it is.
+        if self._end is not None and self._outcomes.empty():
+            return self._end
+        if self.has_sink:
+            raise InvalidRequest(
+                "what comes of this request goes to its sink", remedy="submit it without one"
+            )
+        try:
+            return self._outcomes.get(timeout=timeout_seconds)
+        except queue.Empty:
+            raise DeadlineExceeded(
+                f"no token in {timeout_seconds} s", remedy="wait longer, or cancel the request"
+            ) from None

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks import engine_decode, engine_kv
+from benchmarks import engine_decode, engine_kv, engine_profile
 from benchmarks.plan import Plan
 from benchmarks.rows import Row
 from kvtier.client.device import DevicePool
@@ -123,3 +123,35 @@ def test_throughput_of_fp8_pages_is_that_of_what_fits_into_the_same_bytes(
     monkeypatch.setattr(engine_kv, "REQUEST_TOKENS", 150)
     with pytest.raises(RuntimeError, match="comes to"):
         list(engine_kv.speed(model, Plan(rounds_given=1)))
+
+
+def test_a_clock_runs_for_one_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One second from each look to the next: whoever is called takes it from its caller."""
+    seconds = itertools.count()
+    monkeypatch.setattr(engine_profile, "perf_counter", lambda: float(next(seconds)))
+    clock = engine_profile.Clock()
+
+    def fails() -> None:
+        raise ValueError("it fails")
+
+    inner = clock.wrapped(lambda: None, "attention")
+
+    def work() -> None:
+        inner()
+        inner()
+        with pytest.raises(ValueError, match="it fails"):
+            clock.wrapped(fails, "choice")()
+
+    clock.wrapped(work, "network")()
+    assert clock.turn_to("rest") == "rest"
+    assert clock.seconds == {"rest": 2.0, "network": 4.0, "attention": 2.0, "choice": 1.0}
+
+
+def test_a_profile_has_all_of_a_step(model: LoadedModel) -> None:
+    work = engine_decode.work_of(260, 3, 9, 1)
+    before = {name: getattr(place, name) for place, name, _ in engine_profile._WRAPPED}
+    parts, step = engine_profile.shares(model, work)
+    assert sum(parts.values()) == pytest.approx(100)
+    assert all(part > 0 for part in parts.values()), parts
+    assert step > 0
+    assert before == {name: getattr(place, name) for place, name, _ in engine_profile._WRAPPED}

@@ -87,6 +87,14 @@ def test_missing_system_libraries_are_named_where_they_cannot_be_fetched(tmp_pat
     assert not environment.is_installed()
 
 
+def test_what_a_peer_must_not_have_is_removed_before_it_is_loaded(tmp_path):
+    environment = made(tmp_path, f'echo "$*" >> {tmp_path}/said')
+    recipe = install.Recipe(installs=(("x",),), module="x", removed=("y", "z"))
+    install.install(environment, recipe)
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said[1:] == ["-m pip uninstall -q -y y z", "-c import x"]
+
+
 def test_an_installed_peer_is_left_as_it_is(tmp_path):
     environment = made(tmp_path, "exit 0")
     recipe = install.Recipe(installs=(("x==1", "y"),), module="x")

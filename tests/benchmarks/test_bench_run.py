@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -60,22 +62,24 @@ def test_fio_is_taken_from_the_environment_once(monkeypatch):
 
 
 def test_a_benchmark_that_fails_is_named_and_fails_the_run(tmp_path, capsys, monkeypatch):
-    broken = bench.Group(name="broken", module="benchmarks.not_there")
+    broken = bench.Group(
+        kind=bench.Kind.PAGES, module="benchmarks.not_there", rows=("broken/", "more/")
+    )
     monkeypatch.setattr(bench, "GROUPS", (broken,))
     assert bench.main(["--out", str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert "- not measured: broken: benchmarks.not_there ended with 1: " in said
+    assert "- not measured: broken/ more/: benchmarks.not_there ended with 1: " in said
     assert "No module named benchmarks.not_there" in said
 
 
 def test_a_prefix_that_names_nothing_is_refused(tmp_path, capsys):
     assert bench.main(["--only", "nothing", "--out", str(tmp_path / "out")]) == 2
-    assert "no row begins with nothing; they begin with machine, " in capsys.readouterr().err
+    assert "no row begins with nothing; they begin with machine/, " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_every_group_has_a_name_of_its_own():
-    names = [group.name for group in bench.GROUPS]
+def test_every_row_is_of_one_group():
+    names = [name for group in bench.GROUPS for name in group.rows]
     assert len(set(names)) == len(names)
     assert not [
         name for name in names for other in names if name != other and wants((name,), other)
@@ -90,11 +94,43 @@ def test_every_group_has_a_name_of_its_own():
         (("local/get-2MiB-1",), "local/get", False, True),
         (("fp8", "local/get-2MiB"), "local/get-2MiB-32", True, True),
         (("local/get-2MiB-32",), "local/get-2MiB-1", False, False),
+        (("sglang-ttft/host",), "sglang/", False, False),
+        (("sglang/",), "sglang-ttft/", False, False),
     ],
 )
 def test_prefixes_choose_rows_and_groups(only, name, row, group):
     assert wants(only, name) is row
     assert wants_some(only, name) is group
+
+
+def modules(only=(), kind=bench.Kind.PAGES):
+    return [group.module.removeprefix("benchmarks.") for group in bench.chosen(only, kind)]
+
+
+def test_a_run_is_of_one_kind_unless_rows_are_named():
+    assert "memory" in modules()
+    assert "engine_decode" not in modules()
+    engines = modules(kind=bench.Kind.ENGINES)
+    assert engines[0] == "engine_decode"
+    assert "sglang_ttft" in engines
+    named = modules(("start/memory", "fp8", "sglang-ttft"))
+    assert named == ["fp8", "engine_prefix", "sglang_ttft"]
+
+
+def test_the_table_of_the_readme_is_that_of_the_runs():
+    """Every benchmark that it has a line for is in one of the runs, with the rows that it says; but
+    for those of which it says that they are not.
+    """
+    text = (Path(bench.__file__).parent / "README.md").read_text(encoding="utf-8")
+    found = {}
+    line = r"^\| `python -m benchmarks\.(\S+?)(?: \w+)?` \| (.*?) \|"
+    for module, rows in re.findall(line, text, re.MULTILINE):
+        found[f"benchmarks.{module}"] = tuple(re.findall("`(.*?)`", rows)) or rows
+    others = {name for name, rows in found.items() if rows == "in neither table"}
+    assert others == {"benchmarks.policies", "benchmarks.memory_needed"}
+    assert {name: rows for name, rows in found.items() if name not in others} == {
+        group.module: group.rows for group in bench.GROUPS
+    }
 
 
 def test_memory_rows_of_a_few_kib():
@@ -138,14 +174,14 @@ def test_every_pass_is_a_process_with_its_share_of_the_rounds(tmp_path, monkeypa
     seen = []
 
     def run(group, words):
-        seen.append((group.name, words[words.index("--passes") + 1]))
+        seen.append((group.rows[0], words[words.index("--passes") + 1]))
         return bench.Outcome(rows=[row_of(len(seen))], missing=[], is_failed=False)
 
     monkeypatch.setattr(bench, "run", run)
     monkeypatch.setattr(bench, "draw", lambda rows, path: "no picture")
     words = ["--passes", "2", "--only", "machine", "fp8", "--out", str(tmp_path)]
     assert bench.main(words) == 0
-    assert seen == [("machine", "2"), ("fp8", "2")] * 2
+    assert seen == [("machine/", "2"), ("fp8/", "2")] * 2
     saved = json.loads((tmp_path / "results.json").read_text())
     assert (saved["passes"], [row["ratio"] for row in saved["rows"]]) == (2, [2.5])
 

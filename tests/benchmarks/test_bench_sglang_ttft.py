@@ -13,7 +13,7 @@ from tests.sglang.environment import ENVIRONMENT
 def test_without_sglang_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(sglang_ttft, "ENVIRONMENT", tmp_path)
     assert list(sglang_ttft.rows(Plan())) == [
-        Missing(name="sglang-ttft/*", reason="no SGLang: make sglang-env")
+        Missing(name="sglang-ttft/", reason="no SGLang: make sglang-env")
     ]
 
 

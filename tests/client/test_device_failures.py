@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -60,6 +61,28 @@ def test_absent(tmp_path, layout, stream):
             got = within(0.5, lambda: transfer.load(keys, ids))
             assert got.reasons == (GetCode.UNAVAILABLE,) * 4
             assert got.failed == (0, 1, 2, 3)
+        pool.free(ids)
+        assert pool.free_pages == 4
+
+
+def test_no_more_threads(tmp_path, layout, stream, monkeypatch):
+    """Work that an executor cannot begin stays in its queue: it would be done when a thread can be
+    had again, over pages that somebody else has by then. So the threads are there from the start.
+    """
+
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    pool = DevicePool(layout, 4)
+    with kvtier.connect(f"unix://{tmp_path}/none.sock", deadline=0.5) as kv:
+        ns = kv.namespace(layout)
+        ids, keys = pool.allocate(4), ns.keys(range(16))
+        with PageTransfer(pool, ns, stream=stream, deadline=0.5) as transfer:
+            monkeypatch.setattr(threading.Thread, "start", refused)
+            begun = [transfer.start_load(keys[:2], ids[:2])]
+            begun += [transfer.start_offload(keys[2:], ids[2:])]
+            assert [names(one.wait(20)) <= NO_ANSWER for one in begun] == [True, True]
+            monkeypatch.undo()
         pool.free(ids)
         assert pool.free_pages == 4
 

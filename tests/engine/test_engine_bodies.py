@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvtier_engine.model.tokens import Tokenizer
 from kvtier_engine.server.bodies import _COMMON, _FIXED, _IGNORED, Bodies
-from kvtier_engine.server.errors import ArgumentInvalid
-from tests.engine.engine_rig import engine_of, tiny_model
+from kvtier_engine.server.errors import ArgumentInvalid, ContextExceeded
+from tests.engine.engine_rig import engine_of, raw_tokenizer, tiny_model
 from tests.engine.server_rig import Served, serve
 
 LONE = "\ud800"
@@ -55,6 +56,63 @@ BAD: dict[str, tuple[dict[str, object], str, str | None]] = {
     "in a user": ({"prompt": "a", "user": LONE}, "half of a surrogate pair", "user"),
     "in a stop": ({"prompt": "a", "stop": ["b", LONE]}, "half of a surrogate pair", "stop"),
     "in a name": ({"prompt": "a", LONE: 1}, "half of a surrogate pair", LONE),
+    "no stream": (
+        {"prompt": "a", "stream_options": {"include_usage": True}},
+        "stream_options is {'include_usage': True} without stream; add stream: true",
+        "stream_options",
+    ),
+    "in the options": (
+        {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "an argument nobody knows: stream_options.continuous_usage_stats",
+        "stream_options.continuous_usage_stats",
+    ),
+    "obfuscation": (
+        {"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation is True, which this engine does not serve",
+        "stream_options.include_obfuscation",
+    ),
+    "two limits": (
+        {"prompt": "a", "max_tokens": 5, "max_completion_tokens": 6},
+        "max_completion_tokens is 6 and max_tokens is 5; send one of the two",
+        "max_tokens",
+    ),
+    "the other limit": (
+        {"prompt": "a", "max_completion_tokens": 0},
+        "max_completion_tokens is 0",
+        "max_completion_tokens",
+    ),
+    "stops": ({"prompt": "a", "stop": ["b" * 5000] * 5}, "stop is ('bbbb", "stop"),
+}
+#: The same of fields that a chat alone has; a message that is not served is one of them.
+BAD_CHAT: dict[str, tuple[dict[str, object], str, str]] = {
+    "no logprobs": ({"top_logprobs": 3}, "top_logprobs is 3 without logprobs", "top_logprobs"),
+    "false": ({"logprobs": False, "top_logprobs": 3}, "without logprobs", "top_logprobs"),
+    "many": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21", "top_logprobs"),
+    "call": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages[0].tool_calls is [{'id': '1'}], which this engine does not serve",
+        "messages",
+    ),
+    "answer": (
+        {"messages": [{"role": "tool", "content": "4", "tool_call_id": "1"}]},
+        "messages[0].tool_call_id is '1', which this engine does not serve",
+        "messages",
+    ),
+    "field": (
+        {"messages": [{"role": "user", "content": "a", "colour": "red"}]},
+        "an argument nobody knows: messages[0].colour",
+        "messages",
+    ),
+    "name": (
+        {"messages": [{"role": "user", "content": "a", "name": 1}]},
+        "messages[0].name is 1",
+        "messages",
+    ),
+    "long name": (
+        {"messages": [{"role": "user", "content": "a", "name": "n" * 9000}]},
+        "characters do not fit into 512 tokens",
+        "messages",
+    ),
 }
 
 
@@ -67,6 +125,49 @@ def test_bad_arguments_are_named(served: Served, name: str) -> None:
     assert said in error["message"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_request")
     assert error["param"] == param
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("name", BAD_CHAT)
+def test_bad_arguments_of_a_chat_are_named(bodies: Bodies, name: str) -> None:
+    body, said, param = BAD_CHAT[name]
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], **body}
+    with pytest.raises((ArgumentInvalid, ContextExceeded)) as caught:
+        bodies.chat(json.dumps(asked).encode())
+    assert said in str(caught.value) + "; " + caught.value.remedy
+    assert caught.value.param == param
+
+
+def test_a_message_as_clients_give_it_back_is_taken(bodies: Bodies) -> None:
+    """`model_dump` of what OpenAI's client was answered has every field that it knows."""
+    said = {
+        "role": "assistant",
+        "content": "b",
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "refusal": None,
+        "tool_calls": None,
+    }
+    asked = {"model": "tiny", "messages": [said]}
+    plain = {"model": "tiny", "messages": [{"role": "assistant", "content": "b"}]}
+    read, wanted = (bodies.chat(json.dumps(body).encode()).request for body in (asked, plain))
+    assert read.prompt == wanted.prompt
+
+
+def test_who_speaks_is_for_the_template() -> None:
+    template = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(raw_tokenizer(), {"chat_template": template})
+    bodies = Bodies(model="tiny", tokenizer=tokenizer, room_tokens=512)
+    messages = [{"role": "user", "content": "a", "name": "ann"}, {"role": "user", "content": "b"}]
+    body = json.dumps({"model": "tiny", "messages": messages}).encode()
+    assert tokenizer.decode(bodies.chat(body).request.prompt) == "ann: auser: b"
+
+
+def test_one_limit_under_both_names_is_one_limit(bodies: Bodies) -> None:
+    limits = {"max_tokens": 7, "max_completion_tokens": 7}
+    data = json.dumps({"model": "tiny", "prompt": "a", **limits}).encode()
+    assert bodies.completion(data).request.sampling.max_tokens == 7
 
 
 def test_a_message_with_half_a_pair_is_refused_and_a_whole_one_served(served: Served) -> None:

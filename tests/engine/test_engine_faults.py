@@ -109,6 +109,29 @@ def test_numbers_that_end_while_it_decodes_take_its_pages_from_the_tree(
     assert answers(engine, [PROMPT])[0].tokens == expected
 
 
+def test_a_prefix_found_by_a_request_that_is_not_admitted_is_given_back(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is taken of the prefix tree is the request's before anything else can go wrong."""
+    engine = engine_of(model, pages=8)
+    answers(engine, [PROMPT])
+    answers(engine, [OTHER])
+    assert engine.inside.cached_pages(PROMPT.prompt)
+    longer = greedy((*PROMPT.prompt, *range(10, 22)), 6)
+
+    def broken(page: int) -> int:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.pool, "references", broken)
+        bad = engine.submit(longer)
+        engine.run_until_idle()
+    with pytest.raises(RequestFailed, match="could not be planned"):
+        bad.result(0)
+    engine.check_idle()
+    assert answers(engine, [longer])[0].tokens == answers(engine_of(model), [longer])[0].tokens
+
+
 def freed_and_given_away(engine: Engine, page: int) -> Callable[[], None]:
     """One reference too many is freed, and another request gets the page."""
     engine.pool.free([page])

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from kvtier_engine.errors import InvalidRequest, ModelUnusable
 from kvtier_engine.model.load import load_model
+from kvtier_engine.model.tokens import Tokenizer
 from kvtier_engine.smollm2 import convert
 from tests.engine.dense import Dense
-from tests.engine.engine_rig import prompt_of
+from tests.engine.engine_rig import prompt_of, raw_tokenizer
 from tests.engine.hf_models import CONFIGS, save_model
 from tests.engine.tiny_gguf import gguf_of, tiny_model
 
@@ -79,6 +80,11 @@ def test_another_architecture_is_named(saved: dict[str, tuple[Path, Any]]) -> No
         ("layer_types", ["sliding_attention"]),
         ("num_hidden_layers", 0),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1.0}),
+        ("rope_parameters", ["default"]),
+        ("rope_theta", "ten thousand"),
+        ("rms_norm_eps", None),
+        ("layer_types", [["full_attention"]]),
+        ("eos_token_id", [[1]]),
     ],
 )
 def test_settings_that_are_not_computed_are_refused(
@@ -129,9 +135,26 @@ def test_a_directory_of_nothing_and_a_broken_tokenizer_are_refused(
         load_model(tmp_path)
     for file in saved["llama"][0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ModelUnusable, match="tokenizer"):
-        load_model(tmp_path)
+    for name, text in (
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", '{"chat_template": "{% for %}"}'),
+    ):
+        sound = (saved["llama"][0] / name).read_bytes()
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        with pytest.raises(ModelUnusable, match="tokenizer"):
+            load_model(tmp_path)
+        (tmp_path / name).write_bytes(sound)
+
+
+def test_a_template_may_leave_a_loop() -> None:
+    """As those of Hugging Face may."""
+    inside = "{{ m.content }}{% if m.content == 'b' %}{% break %}{% endif %}"
+    template = "{% for m in messages %}" + inside + "{% endfor %}"
+    tokenizer = Tokenizer(raw_tokenizer(), {"chat_template": template})
+    assert tokenizer.chat([{"role": "user", "content": content} for content in "abc"]) == "ab"
 
 
 def test_a_gguf_file_is_the_directory_that_it_converts_to(tmp_path: Path) -> None:

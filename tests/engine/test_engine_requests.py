@@ -165,6 +165,25 @@ def test_streaming_from_a_thread(model: LoadedModel, alone: list[tuple[int, ...]
     assert 0 < done.first_token_seconds < 30
 
 
+def test_a_handle_that_is_read_to_its_end_hangs_nobody(model: LoadedModel) -> None:
+    engine = engine_of(model)
+    handle = engine.submit(greedy(PROMPTS[2], 3))
+    gone = engine.submit(greedy(PROMPTS[1], 3))
+    engine.cancel(gone)
+    engine.run_until_idle()
+    assert len(list(handle.deltas())) == 3
+    assert list(handle.deltas()) == []
+    assert len(handle.result().tokens) == 3
+    for _ in range(2):
+        with pytest.raises(RequestCancelled):
+            list(gone.deltas())
+    silent = engine.submit(greedy(PROMPTS[2], 3), sink=lambda _: None)
+    with pytest.raises(InvalidRequest, match="goes to its sink"):
+        silent.result()
+    engine.run_until_idle()
+    assert silent.result().tokens == handle.result().tokens
+
+
 def test_a_sink_is_told_everything_once(model: LoadedModel) -> None:
     engine, told = engine_of(model), list[Outcome]()
     handle = engine.submit(greedy(PROMPTS[2], 3), sink=told.append)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import socket
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ def test_a_chat_whole_and_streamed(served: Served) -> None:
     cached = len(prompt) // 8 * 8
     details = usage["usage"]["prompt_tokens_details"]
     assert (usage["choices"], details["cached_tokens"]) == ([], cached)
+    assert {chunk["usage"] for chunk in chunks} == {None}
     assert details["cached_tokens_by_tier"]["device"] == cached
 
 
@@ -69,6 +71,24 @@ def test_a_completion_with_logprobs_and_a_list_of_tokens(served: Served) -> None
     assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == 3
     assert all(len(top) == 2 for top in logprobs["top_logprobs"])
     assert logprobs["token_logprobs"][0] == max(logprobs["top_logprobs"][0].values())
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(served: Served) -> None:
+    """Also of tokens that are a part of a character: a client puts them together."""
+    tokenizer = served.engine.model.tokenizer
+    byte_of: dict[int, int] = {}
+    points = (range(0x800), range(0x1000, 0xD000, 0x1000), range(0x10000, 0x110000, 0x40000))
+    for point in itertools.chain(*points):
+        byte_of |= zip(tokenizer.encode(chr(point)), chr(point).encode(), strict=True)
+    expected = {tokenizer.token_text(token): [byte] for token, byte in byte_of.items()}
+    asked = {"messages": MESSAGES, "max_tokens": 40, "ignore_eos": True}
+    _, answer, _ = served.post("/v1/chat/completions", **asked, logprobs=True, top_logprobs=20)
+    entries = answer["choices"][0]["logprobs"]["content"]
+    shown = [one for each in entries for one in (each, *each["top_logprobs"])]
+    known = [one for one in shown if one["token"] in expected]
+    assert len(known) > 40 * 15
+    assert {one["token"]: one["bytes"] for one in known if one["bytes"][0] >= 0x80}
+    assert all(one["bytes"] == expected[one["token"]] for one in known)
 
 
 def test_models_health_and_metrics(served: Served) -> None:

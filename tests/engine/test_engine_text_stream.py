@@ -70,6 +70,31 @@ def test_what_was_told_is_not_taken_back() -> None:
     assert streamed(raw, [*told, *bad, the]) == ["", "\u00e9", "", "\ufffd the"]
 
 
+class Counting:
+    """Notes how many tokens are decoded at a time."""
+
+    def __init__(self, raw: RawTokenizer) -> None:
+        self._raw = raw
+        self.longest = 0
+
+    def decode(self, ids: list[int], **words: bool) -> str:
+        self.longest = max(self.longest, len(ids))
+        return str(self._raw.decode(ids, **words))
+
+
+@pytest.mark.parametrize(
+    ("flood", "text"), [([0], ""), ([1 + 0x80], "\ufffd" * 300)], ids=["special", "no character"]
+)
+def test_tokens_without_a_text_are_not_decoded_again_and_again(flood: list[int], text: str) -> None:
+    raw = fallback_tokenizer()
+    the, cat = (raw.token_to_id(word) for word in _WORDS[:2])
+    counting = Counting(raw)
+    stream = TextStream(counting)  # type: ignore[arg-type]
+    said = "".join(stream.add(token) for token in [the, *flood * 300, cat])
+    assert said == f" the{text} cat"
+    assert counting.longest <= 40
+
+
 @pytest.mark.parametrize("kind", ["fallback", "byte-level"])
 @pytest.mark.parametrize("seed", seeds(5, of=20))
 def test_any_text_comes_out_whole(kind: str, seed: int) -> None:

@@ -6,12 +6,13 @@ can share a process. An AttentionPass belongs to one pass in one thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from kvtier.client.device import LayeredLoad
+from kvtier.client.device import LayeredLoad, PageTable
 
 __all__ = ["Attention", "AttentionPass", "Batch"]
 
@@ -39,6 +40,32 @@ class Batch:
     tables: torch.Tensor
     lengths: torch.Tensor
     arriving: LayeredLoad | None = None
+
+    @classmethod
+    def of_run(
+        cls,
+        table: PageTable,
+        tokens: Sequence[int],
+        *,
+        start: int,
+        arriving: LayeredLoad | None = None,
+    ) -> Batch:
+        """`tokens` at place `start` and after, of the one sequence that `table` is of."""
+        size, device = table.pool.form.page_tokens, table.pool.device
+        end = start + len(tokens)
+        positions = torch.arange(start, end, device=device)
+        pages = table.pages[: -(-end // size)].long()
+        return cls(
+            sequences=1,
+            rows_each=len(tokens),
+            tokens=torch.tensor(tokens, device=device),
+            positions=positions,
+            pages=pages[positions // size],
+            offsets=positions % size,
+            tables=pages[None],
+            lengths=torch.tensor([end], device=device),
+            arriving=arriving,
+        )
 
 
 class AttentionPass(Protocol):

@@ -17,6 +17,7 @@ from kvtier_engine.demo.damage import flip_payload_byte
 from kvtier_engine.demo.job import PAGE_TOKENS, QUESTIONS, Job, answer
 from kvtier_engine.demo.talk import TENANT, Talker, findable
 from kvtier_engine.errors import DemoFailed
+from kvtier_engine.fidelity.measures import divergence
 from kvtier_engine.fidelity.scorer import Scorer
 from kvtier_engine.schedule.request import Completion
 
@@ -101,16 +102,12 @@ def _quality(talker: Talker, ids: Sequence[int], reference: Completion) -> dict[
     scorer = Scorer(talker.model, page_tokens=PAGE_TOKENS, tokens_max=stored + len(rest))
     logits = scorer.logits(ids[:stored], [rest], [Codec.RAW, Codec.FP8])
     places = len(reference.tokens)
-    exact, lossy = (
-        torch.log_softmax(logits[codec][0][-places:].double(), dim=-1)
-        for codec in (Codec.RAW, Codec.FP8)
-    )
-    divergence = (exact.exp() * (exact - lossy)).sum(dim=-1)
+    apart = divergence(*(logits[codec][0][-places:] for codec in (Codec.RAW, Codec.FP8)))
     return {
-        "tokens": places,
-        "tokens_same": int((exact.argmax(dim=-1) == lossy.argmax(dim=-1)).sum()),
-        "kl_mean": float(divergence.mean()),
-        "kl_max": float(divergence.max()),
+        "tokens": apart.tokens,
+        "tokens_same": apart.same_choice,
+        "kl_mean": apart.kl_mean,
+        "kl_max": apart.kl_max,
     }
 
 

@@ -148,17 +148,5 @@ class Scorer:
 
     def _forward(self, table: PageTable, tokens: Sequence[int], *, start: int) -> torch.Tensor:
         """Hidden states (len(tokens), hidden) of tokens at `start` and after."""
-        device = self._pool.device
-        positions = torch.arange(start, start + len(tokens), device=device)
-        pages = table.pages[: -(-(start + len(tokens)) // self.page_tokens)].long()
-        batch = Batch(
-            sequences=1,
-            rows_each=len(tokens),
-            tokens=torch.tensor(list(tokens), device=device),
-            positions=positions,
-            pages=pages[positions // self.page_tokens],
-            offsets=positions % self.page_tokens,
-            tables=pages[None],
-            lengths=torch.tensor([start + len(tokens)], device=device),
-        )
+        batch = Batch.of_run(table, list(tokens), start=start)
         return self.model.network.forward(batch, self._attention)

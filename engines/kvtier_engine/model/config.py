@@ -65,6 +65,16 @@ class ModelConfig:
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     ) -> ModelConfig:
         """From the objects of config.json and generation_config.json. Raises ModelUnusable."""
+        try:
+            return cls._read(config, generation or {})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ModelUnusable(
+                f"config: a setting is of another kind than Hugging Face writes it: {error}",
+                remedy=_REMEDY,
+            ) from error
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
         architecture = _architecture(config)
         _refuse_unknown(config)
         heads = _count(config, "num_attention_heads")
@@ -93,7 +103,7 @@ class ModelConfig:
             output_bias=attention_bias and architecture is not Architecture.QWEN2,
             mlp_bias=bool(config.get("mlp_bias", False)) and architecture is Architecture.LLAMA,
             qk_norm=architecture is Architecture.QWEN3,
-            end_ids=_end_ids(config) | _end_ids(generation or {}),
+            end_ids=_end_ids(config) | _end_ids(generation),
             hf=dict(config),
         )
 

@@ -7,6 +7,7 @@ from any thread, a TextStream from one.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RawTokenizer
 
 from kvtier_engine.errors import InvalidRequest, ModelUnusable
+from kvtier_engine.guard import attempted
 
 __all__ = ["TextStream", "Tokenizer"]
 
@@ -24,6 +26,11 @@ _REMEDY = "use a model directory with the tokenizer.json that its model was trai
 #: Decoders put it where bytes are no character, or not yet.
 _NO_CHARACTER = "\ufffd"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+#: As a tokenizer with byte fallback names the token of one byte.
+_ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")
+#: Tokens whose text is held back at most. A character has four bytes: more are of something else,
+#: say of special tokens, or of bytes that are no character.
+_HELD_TOKENS_MAX = 16
 
 
 class Tokenizer:
@@ -37,12 +44,11 @@ class Tokenizer:
     @classmethod
     def from_text(cls, tokenizer: str, settings: Mapping[str, Any]) -> Tokenizer:
         """Raises ModelUnusable."""
-        try:
-            # The library raises bare Exception for a file that it cannot read, so JSON is first.
-            json.loads(tokenizer)
-            return cls(RawTokenizer.from_str(tokenizer), settings)
-        except (ValueError, TemplateError) as error:
-            raise ModelUnusable(f"the tokenizer cannot be read: {error}", remedy=_REMEDY) from error
+        # The library raises bare Exception, and settings may be any JSON.
+        made = attempted(lambda: cls(RawTokenizer.from_str(tokenizer), settings), None)
+        if isinstance(made, Exception):
+            raise ModelUnusable(f"the tokenizer cannot be read: {made}", remedy=_REMEDY) from made
+        return made
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -51,6 +57,8 @@ class Tokenizer:
             text = (directory / "tokenizer.json").read_text(encoding="utf-8")
             place = directory / "tokenizer_config.json"
             settings = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+            if not isinstance(settings, dict):
+                raise ValueError(f"{place.name} holds no object")
             template = directory / "chat_template.jinja"
             if template.is_file():
                 settings["chat_template"] = template.read_text(encoding="utf-8")
@@ -73,8 +81,23 @@ class Tokenizer:
 
     def token_text(self, token: int) -> str:
         """One token alone: special ones, and parts of a character, by their name."""
-        text = str(self._raw.decode([token], skip_special_tokens=False))
-        return str(self._raw.id_to_token(token)) if "\ufffd" in text else text
+        text = self._alone(token)
+        return str(self._raw.id_to_token(token)) if _NO_CHARACTER in text else text
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """What one token alone adds to the text, also where that is a part of a character. None
+        where its name does not tell.
+        """
+        text = self._alone(token)
+        if _NO_CHARACTER not in text:
+            return text.encode()
+        name = str(self._raw.id_to_token(token))
+        if (match := _ONE_BYTE.fullmatch(name)) is not None:
+            return bytes.fromhex(match[1])
+        try:
+            return bytes(_BYTES_OF_NAMES[character] for character in name)
+        except KeyError:
+            return None
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a conversation whose next turn is the model's. Raises InvalidRequest."""
@@ -98,6 +121,9 @@ class Tokenizer:
     def stream(self) -> TextStream:
         return TextStream(self._raw)
 
+    def _alone(self, token: int) -> str:
+        return str(self._raw.decode([token], skip_special_tokens=False))
+
 
 class TextStream:
     """Tokens in, text out as soon as it is whole characters.
@@ -117,7 +143,8 @@ class TextStream:
         """The text that this token completes, often "" in the middle of a character."""
         self._new.append(token)
         whole = self._decoded(self._told + self._new)
-        if whole.endswith(_NO_CHARACTER):
+        is_full = len(self._new) >= _HELD_TOKENS_MAX
+        if whole.endswith(_NO_CHARACTER) and not is_full:
             return ""
         if whole.startswith(self._told_text):
             text = whole[len(self._told_text) :]
@@ -126,10 +153,25 @@ class TextStream:
         if text:
             self._told, self._new = self._new, []
             self._told_text = self._decoded(self._told)
+        elif is_full:
+            self._new.clear()
         return text
 
     def _decoded(self, ids: list[int]) -> str:
         return str(self._raw.decode(ids, skip_special_tokens=True))
+
+
+def _bytes_of_names() -> dict[str, int]:
+    """How byte-level tokenizers write bytes in the names of their tokens: as the characters of
+    Latin-1 that are seen, the others from U+0100 on.
+    """
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in seen]
+    named = {chr(byte): byte for byte in seen}
+    return named | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES_OF_NAMES = _bytes_of_names()
 
 
 def _template_of(settings: Mapping[str, Any]) -> Any:
@@ -138,7 +180,9 @@ def _template_of(settings: Mapping[str, Any]) -> Any:
         text = {entry["name"]: entry["template"] for entry in text}.get("default")
     if not isinstance(text, str):
         return None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
     environment.filters["tojson"] = _to_json

@@ -6,6 +6,7 @@ Immutable, usable from any thread.
 from __future__ import annotations
 
 import enum
+import reprlib
 from dataclasses import dataclass, field
 
 from kvtier_engine.errors import InvalidRequest
@@ -52,7 +53,8 @@ class Sampling:
         _in_range("logprobs", self.logprobs or 0, 0, LOGPROBS_MAX)
         if len(self.stop) > STOPS_MAX or not all(self.stop):
             raise InvalidRequest(
-                f"stop is {self.stop!r}", remedy=f"pass up to {STOPS_MAX} texts that are not empty"
+                f"stop is {reprlib.repr(self.stop)}",
+                remedy=f"pass up to {STOPS_MAX} texts that are not empty",
             )
 
 

@@ -32,24 +32,12 @@ class ModelRunner:
         """Writes the chunk's KV. Logits (1, vocab) of the last token of all, None before it."""
         sequence, size = plan.sequence, self._page_tokens
         start, end = plan.first * size, min(plan.end * size, sequence.prefill_tokens)
-        positions = torch.arange(start, end, device=self._device)
-        table = sequence.table.pages[: plan.end].long()
-        batch = Batch(
-            sequences=1,
-            rows_each=end - start,
-            tokens=torch.tensor(sequence.tokens[start:end], device=self._device),
-            positions=positions,
-            pages=table[positions // size],
-            offsets=positions % size,
-            tables=table[None],
-            lengths=torch.tensor([end], device=self._device),
-            arriving=sequence.arriving,
-        )
+        tokens = sequence.tokens[start:end]
+        batch = Batch.of_run(sequence.table, tokens, start=start, arriving=sequence.arriving)
         with torch.inference_mode():
             hidden = self._network.forward(batch, self._attention)
-            if end < sequence.prefill_tokens or not all(sequence.ready[plan.end :]):
-                return None
-            return self._network.logits(hidden[-1:])
+            is_last = end == sequence.prefill_tokens  # that token is in no cache
+            return self._network.logits(hidden[-1:]) if is_last else None
 
     def decode(self, sequences: SequenceOf[Sequence]) -> torch.Tensor:
         """Writes the KV of each sequence's last token; logits (sequences, vocab)."""

@@ -221,12 +221,10 @@ class Scheduler:
         sequence.lock = self._radix.lock(match)
         # Taken before room is made: a page in the middle of a node is not kept by the lock.
         self._pool.share(match.pages)
-        if not self._make_room(pages - found):
-            self._pool.free(match.pages)
-            sequence.lock.release()
-            sequence.lock = None
-            return False
         sequence.table.append(match.pages)
+        if not self._make_room(pages - found):
+            sequence.drop_pages()
+            return False
         sequence.table.append(self._pool.allocate(pages - found))
         self._clear(sequence.table.ids[-1])
         sequence.begin_prefill(found, pages)

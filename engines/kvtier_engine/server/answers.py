@@ -36,9 +36,12 @@ _ERRORS: dict[type[KvtierError], tuple[int, str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """Of one request: its kind, its name and the model's tokens."""
+    """Of one request: its kind, its name and the model's tokens. `with_usage`: at the end of a
+    stream its last chunk has the usage, and all others a null for it.
+    """
 
     is_chat: bool
+    with_usage: bool
     identifier: str
     created: int
     model: str
@@ -76,7 +79,8 @@ class Wording:
     ) -> str:
         said = {"delta": delta} if self.is_chat else {"text": text}
         choice = {"index": 0, **said, "finish_reason": reason, "logprobs": logprobs}
-        return json.dumps(self._envelope("chunk", [choice]))
+        usage = {"usage": None} if self.with_usage else {}
+        return json.dumps(self._envelope("chunk", [choice]) | usage)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "text_completion"
@@ -93,13 +97,13 @@ class Wording:
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
         if not tokens:
             return None
-        text = self.tokenizer.token_text
+        text, entry = self.tokenizer.token_text, self._entry
         if self.is_chat:
             return {
                 "content": [
                     {
-                        **_entry(text(one.token), one.logprob),
-                        "top_logprobs": [_entry(text(token), value) for token, value in one.top],
+                        **entry(one.token, one.logprob),
+                        "top_logprobs": [entry(token, value) for token, value in one.top],
                     }
                     for one in tokens
                 ]
@@ -108,6 +112,14 @@ class Wording:
             "tokens": [text(one.token) for one in tokens],
             "token_logprobs": [one.logprob for one in tokens],
             "top_logprobs": [{text(t): value for t, value in one.top} for one in tokens],
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self.tokenizer.token_bytes(token)
+        return {
+            "token": self.tokenizer.token_text(token),
+            "logprob": logprob,
+            "bytes": None if data is None else list(data),
         }
 
 
@@ -146,7 +158,3 @@ def _error(error: KvtierError) -> tuple[int, dict[str, object]]:
     status, kind, code = _ERRORS.get(type(error), (500, "server_error", "request_failed"))
     param = error.param if isinstance(error, ArgumentInvalid | ContextExceeded) else None
     return status, error_content(f"{error}; {error.remedy}", kind, code, param)
-
-
-def _entry(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -187,6 +187,7 @@ class App:
         self._check_open()
         wording = Wording(
             is_chat=is_chat,
+            with_usage=asked.is_stream and asked.with_usage,
             identifier=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             created=_now(),
             model=self.name,
@@ -203,14 +204,14 @@ class App:
 
         if asked.is_stream:
             held.is_kept = True
-            return Stream(_events(asked, wording, told), ended)
+            return Stream(_events(wording, told), ended)
         try:
             return json_response(wording.whole(await unless_gone(request, told.end())))
         finally:
             ended()
 
 
-async def _events(asked: Asked, wording: Wording, told: Told) -> AsyncGenerator[str, None]:
+async def _events(wording: Wording, told: Told) -> AsyncGenerator[str, None]:
     if opening := wording.opening():
         yield opening
     while isinstance(outcome := await told.next(), Delta):
@@ -220,7 +221,7 @@ async def _events(asked: Asked, wording: Wording, told: Told) -> AsyncGenerator[
         yield error_event(outcome)
         return
     yield wording.ending(outcome)
-    if asked.with_usage:
+    if wording.with_usage:
         yield wording.usage(outcome)
     yield DONE
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,13 +49,26 @@ _COMMON = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop",
     "logprobs", "stream", "stream_options", "user", "ignore_eos",
 }  # fmt: skip
+#: Of one message. The template gets these, and no template here is given anything else: a turn
+#: that called a tool, say, would be shown to the model as one that said nothing.
+_MESSAGE = {"role", "content", "name"}
+_MESSAGE_FIXED: dict[str, tuple[object, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": ("",),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+_STREAM = {"include_usage"}
+#: It pads what is sent, so that nobody who sees its length knows the tokens.
+_STREAM_FIXED: dict[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A body that was understood. `with_usage` wants usage at the end of a stream."""
 
-    model: str
     request: Request
     is_stream: bool
     with_usage: bool
@@ -107,11 +120,17 @@ class Bodies:
         if not isinstance(given, list) or not given:
             raise _wrong("messages", given, "a list of messages")
         messages = [_message(index, message) for index, message in enumerate(given)]
-        characters = sum(len(one["role"]) + len(one["content"]) + 1 for one in messages)
+        characters = sum(sum(map(len, one.values())) + 1 for one in messages)
         self._check_characters(characters, "messages")
         text = self.tokenizer.chat(messages)
         wants_logprobs = _one(read, "logprobs", bool, "true or false")
         count = _one(read, "top_logprobs", int, "a whole number")
+        if count and not wants_logprobs:
+            raise ArgumentInvalid(
+                f"top_logprobs is {count} without logprobs",
+                remedy="add logprobs: true, or leave it out",
+                param="top_logprobs",
+            )
         ids = self.tokenizer.encode(text, special=False)
         return self._asked(read, ids, (count or 0) if wants_logprobs else None, ("messages", None))
 
@@ -122,7 +141,7 @@ class Bodies:
             raise _wrong("model", None, "the name of a model")
         if model != self.model:
             raise UnknownModel(f"no model {_shown(model)}", remedy=f"ask for {self.model!r}")
-        _check_names(read, own)
+        _check_names(read, _COMMON | _IGNORED | own, _FIXED)
         return read
 
     def _asked(
@@ -133,16 +152,16 @@ class Bodies:
         defaults: tuple[str, int | None],
     ) -> Asked:
         """`defaults`: the name of the prompt's field, and how many tokens if nobody says."""
-        options = _one(body, "stream_options", dict, "an object") or {}
         field, tokens_max = defaults
+        is_stream = bool(_one(body, "stream", bool, "true or false"))
+        with_usage = _with_usage(body, is_stream=is_stream)
         sampling = _sampling(body, logprobs, tokens_max)
         self._check_room(len(ids), sampling.max_tokens or 1, field)
         session = _session(_one(body, "user", str, "a text") or "")
         return Asked(
-            model=self.model,
             request=Request(prompt=tuple(ids), sampling=sampling, session=session),
-            is_stream=bool(_one(body, "stream", bool, "true or false")),
-            with_usage=bool(_one(options, "include_usage", bool, "true or false")),
+            is_stream=is_stream,
+            with_usage=with_usage,
         )
 
     def _check_characters(self, count: int, param: str) -> None:
@@ -196,11 +215,35 @@ def _session(user: str) -> str:
     return user if len(data) <= SESSION_BYTES_MAX else hashlib.sha256(data).hexdigest()
 
 
+def _with_usage(body: Mapping[str, Any], *, is_stream: bool) -> bool:
+    options = _one(body, "stream_options", dict, "an object") or {}
+    _check_names(options, _STREAM, _STREAM_FIXED, "stream_options.")
+    with_usage = bool(_one(options, "include_usage", bool, "true or false"))
+    if options and not is_stream:
+        raise ArgumentInvalid(
+            f"stream_options is {_shown(options)} without stream",
+            remedy="add stream: true, or leave it out",
+            param="stream_options",
+        )
+    return with_usage
+
+
+def _limit(body: Mapping[str, Any]) -> tuple[str, int | None]:
+    """How many tokens at most, and the name under which that was said."""
+    given = {
+        name: value
+        for name in ("max_completion_tokens", "max_tokens")
+        if (value := _one(body, name, int, "a whole number")) is not None
+    }
+    if len(set(given.values())) > 1:
+        both = " and ".join(f"{name} is {_shown(value)}" for name, value in given.items())
+        raise ArgumentInvalid(both, remedy="send one of the two", param="max_tokens")
+    return next(iter(given.items()), ("max_tokens", None))
+
+
 def _sampling(body: Mapping[str, Any], logprobs: int | None, tokens_max: int | None) -> Sampling:
     number, whole = "a number", "a whole number"
-    limit = _one(body, "max_completion_tokens", int, whole)
-    if limit is None:
-        limit = _one(body, "max_tokens", int, whole)
+    limit_name, limit = _limit(body)
     temperature = _one(body, "temperature", float, number)
     top_p = _one(body, "top_p", float, number)
     top_k = _one(body, "top_k", int, whole) or 0
@@ -219,27 +262,35 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None, tokens_max: int | N
             ignore_end=ignore_end,
         )
     except InvalidRequest as error:
-        # Its messages begin with the name of the field.
-        name = str(error).partition(" ")[0]
+        # Its messages begin with the name of the setting, which a body may call otherwise.
+        setting, _, what = str(error).partition(" ")
+        is_chat = body.get("messages") is not None
+        named = {"max_tokens": limit_name, "logprobs": "top_logprobs" if is_chat else "logprobs"}
+        name = named.get(setting, setting)
         param = name if name in body else None
-        raise ArgumentInvalid(str(error), remedy=error.remedy, param=param) from None
+        raise ArgumentInvalid(f"{name} {what}", remedy=error.remedy, param=param) from None
 
 
-def _check_names(body: Mapping[str, Any], own: set[str]) -> None:
-    for name, given in body.items():
-        if given is None:  # left out: some clients name all that they know
+def _check_names(
+    given: Mapping[str, Any],
+    known: Set[str],
+    fixed: Mapping[str, tuple[object, ...]],
+    within: str = "",
+) -> None:
+    """Of a body, or of an object in it that is called `within`."""
+    for name, value in given.items():
+        if value is None:  # left out: some clients name all that they know
             continue
-        if name in _FIXED:
-            if not any(_is_same(given, value) for value in _FIXED[name]):
-                raise ArgumentInvalid(
-                    f"{name} is {_shown(given)}, which this engine does not serve",
-                    remedy="leave it out",
-                    param=name,
-                )
-        elif name not in _COMMON | _IGNORED | own:
-            raise ArgumentInvalid(
-                f"an argument nobody knows: {name[:80]}", remedy="leave it out", param=name[:80]
-            )
+        full = within + name[:80]
+        if name in fixed:
+            if any(_is_same(value, allowed) for allowed in fixed[name]):
+                continue
+            said = f"{full} is {_shown(value)}, which this engine does not serve"
+        elif name not in known:
+            said = f"an argument nobody knows: {full}"
+        else:
+            continue
+        raise ArgumentInvalid(said, remedy="leave it out", param=full.partition("[")[0])
 
 
 def _is_same(given: object, allowed: object) -> bool:
@@ -248,13 +299,14 @@ def _is_same(given: object, allowed: object) -> bool:
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
-    """One message; content in parts is joined, as long as all of it is text."""
+    """One message, for the template; content in parts is joined, as long as all of it is text."""
     name = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _wrong(name, message, "an object with a role")
+    _check_names(message, _MESSAGE, _MESSAGE_FIXED, f"{name}.")
     content = message.get("content")
     if content is None and message["role"] == "assistant":
-        content = ""  # it called tools, or was cut off before it said anything
+        content = ""  # it was cut off before it said anything
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict)]
         texts = [part for part in parts if isinstance(part, str)]
@@ -263,7 +315,9 @@ def _message(index: int, message: Any) -> dict[str, Any]:
         content = "".join(texts)
     if not isinstance(content, str):
         raise _wrong(f"{name}.content", content, "a text")
-    return {"role": message["role"], "content": content}
+    speaker = _one(message, "name", str, "a text", within=f"{name}.")
+    named = {} if speaker is None else {"name": speaker}
+    return {"role": message["role"], "content": content, **named}
 
 
 def _stops(given: Any) -> tuple[str, ...]:
@@ -273,12 +327,12 @@ def _stops(given: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _one(body: Mapping[str, Any], name: str, kind: type, wanted: str) -> Any:
-    """The value of a field, None where it is not there or null. Raises InvalidRequest."""
+def _one(body: Mapping[str, Any], name: str, kind: type, wanted: str, within: str = "") -> Any:
+    """The value of a field, None where it is not there or null. Raises ArgumentInvalid."""
     value = body.get(name)
     kinds = (int, float) if kind is float else (kind,)
     if value is not None and type(value) not in kinds:
-        raise _wrong(name, value, wanted)
+        raise _wrong(within + name, value, wanted)
     return value
 
 

@@ -227,6 +227,9 @@ class _Queue:
         self._is_closed = False
         self._room = threading.BoundedSemaphore(transfers_max)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        # The thread begins here: where a process may have no more of them the executor raises with
+        # the work in its queue, and would do it later, over pages that are no longer pinned.
+        self._executor.submit(os.getpid).result()
 
     def start(
         self, work: Callable[[], R], pinned: Pinned, all_came_to: Callable[[GetCode], R]
