@@ -178,6 +178,10 @@ def _check_tier(
                 device = device_of[split_slab(slab)[0]]
                 check = _SlabCheck(reader, geometry, recovered, slab, device)
                 is_whole[check.run(payloads=findings.payloads)] = True
+        for slab in sorted(recovered.unread):
+            number, local = split_slab(slab)
+            device_of[number].unreadable += 1
+            device_of[number].name(f"segment {local}: it cannot be read; a start tries again")
     finally:
         reader.close()
     _count_namespaces(findings, recovered, is_whole, families)

@@ -84,14 +84,15 @@ class DaemonDirectory:
         if bound <= self._bound:
             raise ValueError(f"generation bound {bound} does not rise above {self._bound}")
         with self._lock:
-            self._check_ours()
+            self.keep()
             self._write(_GENERATIONS, bound.to_bytes(8, "little"))
             self._bound = bound
 
     def save_namespaces(self, state: dict[str, Any]) -> None:
-        """Makes the registry durable before it returns."""
+        """Makes the registry durable before it returns, in a directory that a start can use.
+        Raises DirectoryError."""
         with self._lock:
-            self._check_ours()
+            self.keep()
             self._write(_NAMESPACES, msgpack.packb(state, use_bin_type=True))
 
     def load_namespaces(self) -> dict[str, Any]:

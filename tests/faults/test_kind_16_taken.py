@@ -72,6 +72,19 @@ def test_what_was_taken_is_written_anew_before_anything_is_durable(make_daemon, 
     assert warnings_of(connect(daemon)) == ""
 
 
+def test_a_bump_is_answered_when_a_start_can_find_it(make_daemon, connect):
+    """In a directory without one of its files no daemon starts."""
+    daemon = make_daemon(*SETTINGS).start()
+    kv = connect(daemon)
+    PAGES.put(kv.namespace(PAGES.layout), BEFORE)
+    remove("state/generations", "state/geometry")(daemon.base)
+    kv.bump_namespace(PAGES.layout)
+    daemon.kill()
+    daemon.start()
+    ns = connect(daemon).namespace(PAGES.layout)
+    assert PAGES.get(ns, BEFORE) == [MISS] * len(BEFORE)
+
+
 def test_the_name_of_a_device_is_written_again(make_daemon, connect):
     daemon = make_daemon(*SETTINGS).start()
     ns = connect(daemon).namespace(PAGES.layout)

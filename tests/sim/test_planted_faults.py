@@ -195,3 +195,9 @@ def test_a_bump_that_is_not_saved_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(StateDisk, "save_namespaces", save)
     failures(range(2, 30), of="was bumped and is back")
+
+
+def test_pages_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that does not say what it lacks takes the place of the one that has it."""
+    monkeypatch.setattr(Durability, "wait_for", lambda self, waits: None)
+    failures(range(12, 30), of="did not come back with its device")
