@@ -15,13 +15,13 @@ from tests.sim.world import World, run_seeds
 
 STEPS = 1200
 #: Of the long run, in so many parts.
-SEEDS, CHUNKS = 480, 6
+SEEDS, CHUNKS = 400, 8
 FIRST_SEED = 1_000_000
 
 
 @pytest.mark.timeout(240)
 def test_seeds() -> None:
-    counts = run_seeds(range(16), STEPS)
+    counts = run_seeds(range(20), STEPS)
     # Also that the run has seen enough of everything to mean something.
     assert counts.stored > 1000
     assert counts.stored_local > 100
@@ -34,6 +34,8 @@ def test_seeds() -> None:
     assert counts.checkpoints > 100
     assert min(counts.kills, counts.power_cuts, counts.stops) > 10
     assert counts.demanded > 300
+    assert counts.without > 10
+    assert counts.back > 20
 
 
 @pytest.mark.soak
