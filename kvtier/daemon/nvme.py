@@ -117,6 +117,8 @@ class NvmeService:
                 f" that {spent} is the last: its file `generations` is older than the pages",
                 remedy="Put the file back as it was, or start once with `--discard-cache`.",
             )
+        if recovered.refusal is not None:
+            raise recovered.refusal
         pages = self._load(recovered)
         self.durability.wait_for(recovered.waits)
         await self.durability.begin(
@@ -327,6 +329,7 @@ class NvmeService:
             slabs=self._slabs(),
             segment_bytes=tier.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
+            generation_floor=self._registry.generation_floor,
             is_expected=self._is_expected,
             present=[device.number for device in tier.devices],
             unreadable=[

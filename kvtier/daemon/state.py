@@ -30,6 +30,7 @@ from kvtier.errors import DirectoryError
 from kvtier.tiers.plain_file import known_remedy, open_plain
 from kvtier.tiers.sealed_file import (
     DISCARD,
+    LOST_STATE,
     TEMPORARY_SUFFIX,
     Signature,
     read_sealed,
@@ -142,7 +143,7 @@ class DaemonDirectory:
             raise DirectoryError(
                 f"{self.path} is not the directory that this daemon has locked: it was removed or "
                 f"replaced, or its file `{_LOCK}` was",
-                remedy="Put it back, or stop this daemon: it makes nothing durable meanwhile.",
+                remedy="Put it back, or restart this daemon: it makes nothing durable meanwhile.",
             )
 
     def _prepare(self, *, read_only: bool) -> None:
@@ -269,7 +270,8 @@ def _refuse_strangers(path: Path, strangers: list[Path]) -> None:
     if strangers:
         raise DirectoryError(
             f"{path} is not a daemon directory and not empty ({min(strangers).name} is there)",
-            remedy="Name an empty or new daemon.directory.",
+            remedy="Name an empty or new daemon.directory; if its file `format` was lost,"
+            f" {DISCARD}.",
         )
 
 
@@ -313,12 +315,12 @@ def _unpack_namespaces(path: Path, payload: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise DirectoryError(
             f"{path / _NAMESPACES} cannot be read: {error}",
-            remedy=f"Restore it from a copy, or {DISCARD}.",
+            remedy=LOST_STATE,
         ) from error
     if not isinstance(state, dict):
         raise DirectoryError(
             f"{path / _NAMESPACES} does not hold a registry",
-            remedy=f"Restore it from a copy, or {DISCARD}.",
+            remedy=LOST_STATE,
         )
     return state
 
@@ -326,5 +328,5 @@ def _unpack_namespaces(path: Path, payload: bytes) -> dict[str, Any]:
 def _missing(path: Path, name: str) -> DirectoryError:
     return DirectoryError(
         f"{path / name} is missing although the directory was in use",
-        remedy=f"Restore it from a copy, or {DISCARD}.",
+        remedy=LOST_STATE,
     )

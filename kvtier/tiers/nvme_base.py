@@ -27,7 +27,7 @@ from kvtier.tiers.nvme_checkpoint import (
 from kvtier.tiers.nvme_journal import journal_paths, read_journal
 from kvtier.tiers.nvme_lengths import JournalLengths, read_lengths
 
-__all__ = ["Base", "Chosen", "choose"]
+__all__ = ["Base", "Chosen", "choose", "files_left"]
 
 
 class Base(Enum):
@@ -78,6 +78,12 @@ class _Choice:
     file: CheckpointFile | None
     lost: Mapping[int, int] = field(default_factory=dict)
     why: str = ""
+
+
+def files_left(directory: Path) -> list[Path]:
+    """The files there that tell of pages, the checkpoints first."""
+    checkpoints = [directory / CHECKPOINT, directory / CHECKPOINT_OLD]
+    return [path for path in checkpoints if path.exists()] + list(journal_paths(directory).values())
 
 
 def choose(directory: Path, directory_id: bytes, present: Collection[int] | None) -> Chosen:

@@ -246,7 +246,7 @@ def _check_identity(path: Path, identity: DeviceIdentity, *, create: bool) -> No
     elif found.directory_id != identity.directory_id:
         raise DirectoryError(
             f"{path} holds the pages of another daemon directory",
-            remedy=f"name another directory in nvme.paths, or {_DISCARD}",
+            remedy=f"name another directory in nvme.paths, empty this one, or {_DISCARD}",
         )
     elif found.number != identity.number:
         raise DirectoryError(

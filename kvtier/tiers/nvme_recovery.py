@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.errors import TierIOError
+from kvtier.errors import DirectoryError, TierIOError
 from kvtier.tiers.base import TierDevice
 from kvtier.tiers.nvme_base import Base, Chosen, choose
 from kvtier.tiers.nvme_geometry import split_slab
@@ -50,6 +50,7 @@ from kvtier.tiers.nvme_scan import SlabScan, is_whole, scan_slab
 from kvtier.tiers.nvme_segment import segment_name
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
 from kvtier.tiers.nvme_survivors import Happenings, Place, Survivors, survivors
+from kvtier.tiers.sealed_file import LOST_STATE
 
 __all__ = ["Base", "Recovered", "RecoveryReport", "recover", "remove_old"]
 
@@ -75,8 +76,25 @@ class Recovered:
     report: RecoveryReport
     waits: dict[int, int] = field(default_factory=dict)
     unread: frozenset[int] = frozenset()
+    #: (fingerprint, namespace generation) above all that were present: see Survivors.
+    unborn: tuple[tuple[bytes, int], ...] = ()
     #: How many pages the checkpoint lists in each segment that is not there, of devices that are.
     unplaced: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def refusal(self) -> DirectoryError | None:
+        """Why no daemon may start with it: namespaces of the pages are newer than those that are
+        known, so that bumps since are forgotten, and their generations would be given again.
+        """
+        if not self.unborn:
+            return None
+        fingerprint, generation = self.unborn[0]
+        return DirectoryError(
+            f"NVMe holds pages of generation {generation} of namespace {fingerprint.hex()[:16]},"
+            " which the daemon directory does not know yet: its file `namespaces` is older than the"
+            " pages",
+            remedy=LOST_STATE,
+        )
 
 
 def recover(
@@ -87,6 +105,7 @@ def recover(
     slabs: Collection[int],
     segment_bytes: int,
     generations: Mapping[bytes, int],
+    generation_floor: int,
     is_expected: Callable[[int], bool] = lambda slab: True,
     present: Collection[int] | None = None,
     unreadable: Collection[int] = (),
@@ -94,11 +113,12 @@ def recover(
 ) -> Recovered:
     """The pages on `tier`, whose segments are `slabs`.
 
-    `generations` is the present namespace generation of each fingerprint, `threads` how many
-    segments are read at a time. A segment that cannot be read is skipped and named in the report,
-    as is one that is known and not there, if `is_expected` says that nobody gave it up. `present`
-    are the numbers of the devices that are there, with segments or without; None: all. `unreadable`
-    are slabs of them that are not among `slabs` because reading them failed, which may pass.
+    `generations` is the present namespace generation of each fingerprint, `generation_floor` the
+    highest of those that were deleted, `threads` how many segments are read at a time. A segment
+    that cannot be read is skipped and named in the report, as is one that is known and not there,
+    if `is_expected` says that nobody gave it up. `present` are the numbers of the devices that are
+    there, with segments or without; None: all. `unreadable` are slabs of them that are not among
+    `slabs` because reading them failed, which may pass.
 
     Raises DirectoryError: checkpoint or journal cannot be read, are of a version that this build
     does not know, or of another directory.
@@ -117,7 +137,14 @@ def recover(
     scans, skipped, failed = _scan(tier, happenings.marks, place, threads)
     unread = failed | {slab for slab in unreadable if unplaced.get(slab)}
     while True:
-        found = survivors(base, scans, happenings, place=place, generations=generations)
+        found = survivors(
+            base,
+            scans,
+            happenings,
+            place=place,
+            generations=generations,
+            generation_floor=generation_floor,
+        )
         torn = _torn(tier, found, threads)
         if not torn:
             break
@@ -146,6 +173,7 @@ def recover(
         unplaced=unplaced,
         waits=_waits(chosen, happenings, present, place) | _counts(base, place, unread),
         unread=unread,
+        unborn=found.unborn,
     )
 
 

@@ -42,6 +42,7 @@ def recovered_from(directory: Path, *, present: list[int] | None = None) -> Reco
         slabs=[0] if present is None or HERE in present else [],
         segment_bytes=SEGMENT,
         generations=dict([NAME]),
+        generation_floor=0,
         present=present,
         threads=1,
     )

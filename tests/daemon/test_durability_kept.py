@@ -217,6 +217,7 @@ def test_pages_that_could_not_be_read_at_a_start_come_back_with_one_that_can(
             unreadable=[0],
             segment_bytes=SEGMENT,
             generations=dict([NAME]),
+            generation_floor=0,
             present=[HERE],
         )
         assert (len(recovered.pages), recovered.unread) == (0, {0})

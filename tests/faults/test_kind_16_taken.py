@@ -118,7 +118,7 @@ def test_without_its_directory_nothing_is_durable(make_daemon, connect, hurt):
     flushed = kv.flush()
     assert (flushed.pages, flushed.pages_lost) == (0, len(BEFORE) + len(MORE))
     assert "is not the directory that this daemon has locked" in warnings_of(kv)
-    assert "remedy: Put it back, or stop this daemon" in warnings_of(kv)
+    assert "remedy: Put it back, or restart this daemon" in warnings_of(kv)
     assert daemon.log.count("nvme.journal_failed") == 1
     assert PAGES.get(ns, MORE) == [HIT] * len(MORE)  # the cache goes on
 

@@ -155,6 +155,7 @@ class Boot:
         if self.nvme is None:
             return
         recovered = self._recovered()
+        assert recovered.refusal is None
         self._load(recovered)
         began(recovered)
         self.nvme.durability.wait_for(recovered.waits)
@@ -296,6 +297,7 @@ class Boot:
             present=[n for n in range(len(machine.setting.segments_max)) if n not in self.absent],
             segment_bytes=SEGMENT_BYTES,
             generations={f.identity.fingerprint: f.generation for f in self.registry.families()},
+            generation_floor=self.registry.generation_floor,
             threads=1,
         )
 
