@@ -22,6 +22,7 @@ from kvtier.errors import CorruptRecord, DirectoryError, InvalidConfigValue, Tie
 from kvtier.packing.checksum import verify_payload
 from kvtier.packing.record import HEADER_BYTES, decode_header
 from kvtier.tiers.base import SLOT_BYTES
+from kvtier.tiers.nvme_base import files_left
 from kvtier.tiers.nvme_checkpoint import (
     CHECKPOINT,
     CHECKPOINT_OLD,
@@ -36,7 +37,7 @@ from kvtier.tiers.nvme_paths import with_paths
 from kvtier.tiers.nvme_reader import DeviceLook, SegmentReader, look_at_device
 from kvtier.tiers.nvme_recovery import Recovered, recover
 from kvtier.tiers.nvme_scan import SlabScan, scan_slab
-from kvtier.tiers.sealed_file import DISCARD, TEMPORARY_SUFFIX, read_sealed
+from kvtier.tiers.sealed_file import DISCARD, LOST_STATE, TEMPORARY_SUFFIX, read_sealed
 
 __all__ = ["DeviceFindings", "DirectoryFindings", "NamespaceFindings", "check_directory"]
 
@@ -116,29 +117,29 @@ def check_directory(path: Path, *, payloads: bool) -> DirectoryFindings:
     with open_directory(path, read_only=True) as directory:
         findings.geometry = load_geometry(path)
         if findings.geometry is None:
-            left = [path / CHECKPOINT, *journal_paths(path).values()]
-            if any(item.exists() for item in left):
-                findings.damage.append("the file geometry is missing, which says where pages lie")
+            if files_left(path):
+                words = "the file geometry is missing, which says where pages lie"
+                findings.damage.append(words)
+                findings.refusals.append(f"{words}; remedy: {LOST_STATE}")
             else:
                 findings.notes.append("there is no NVMe tier")
             return findings
-        families = _families(path, directory.load_namespaces())
-        _check_tier(findings, findings.geometry, families)
+        namespaces = _namespaces(path, directory.load_namespaces())
+        _check_tier(findings, findings.geometry, namespaces)
     return findings
 
 
-def _families(path: Path, state: dict[str, Any]) -> list[Family]:
-    if not state:
-        return []
+def _namespaces(path: Path, state: dict[str, Any]) -> Namespaces:
     namespaces = Namespaces(namespaces_max=_ANY_NUMBER)
     try:
-        namespaces.load_state(state)
+        if state:
+            namespaces.load_state(state)
     except (KeyError, TypeError, ValueError) as error:
         raise DirectoryError(
             f"the namespaces in {path} make no sense: {error}",
-            remedy=f"Restore the file from a copy, or {DISCARD}.",
+            remedy=LOST_STATE,
         ) from error
-    return namespaces.families()
+    return namespaces
 
 
 def _note_leftovers(findings: DirectoryFindings) -> None:
@@ -151,9 +152,8 @@ def _note_leftovers(findings: DirectoryFindings) -> None:
             findings.notes.append(f"{item.name} is left of a write that never ended")
 
 
-def _check_tier(
-    findings: DirectoryFindings, geometry: Geometry, families: Sequence[Family]
-) -> None:
+def _check_tier(findings: DirectoryFindings, geometry: Geometry, namespaces: Namespaces) -> None:
+    families = namespaces.families()
     # As a start does: two directories whose names were swapped are the devices they were.
     geometry = with_paths(geometry, [path for _, path in geometry.devices])
     looks = [look_at_device(geometry, number, path) for number, path in geometry.devices]
@@ -167,6 +167,7 @@ def _check_tier(
             slabs=reader.slabs(),
             segment_bytes=geometry.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
+            generation_floor=namespaces.generation_floor,
             is_expected=lambda slab: _is_expected(looks, slab),
             present=[look.number for look in looks if not look.problem],
             threads=1,
@@ -178,6 +179,10 @@ def _check_tier(
                 device = device_of[split_slab(slab)[0]]
                 check = _SlabCheck(reader, geometry, recovered, slab, device)
                 is_whole[check.run(payloads=findings.payloads)] = True
+        for slab in sorted(recovered.unread):
+            number, local = split_slab(slab)
+            device_of[number].unreadable += 1
+            device_of[number].name(f"segment {local}: it cannot be read; a start tries again")
     finally:
         reader.close()
     _count_namespaces(findings, recovered, is_whole, families)
@@ -352,6 +357,9 @@ def _sum_up(findings: DirectoryFindings, recovered: Recovered, lengths: JournalL
     damage += [*recovered.report.cut, *recovered.report.gone]
     damage += recovered.report.forgotten
     findings.notes += _waiting(findings, recovered)
+    if (refusal := recovered.refusal) is not None:
+        damage.append(str(refusal))
+        findings.refusals.append(f"{refusal}; remedy: {refusal.remedy}")
     if recovered.report.is_lost:
         damage.append(f"no page would come back: {recovered.report.why}")
     if recovered.report.unplaced:

@@ -1,8 +1,9 @@
 """`kvtier quarantine`: copies that failed their checks, as a running daemon keeps them.
 
 They are never served. They end with the daemon, or when their slots are needed. `list` prints one
-line a copy; REF is its first word, tier:slot:generation. `export` writes the record as it lies (4
-KiB of header block, then the payload). `clear` frees the slots of those named, or of all.
+line a copy: REF (tier:slot:generation), when it was found (UTC), on which device, of which page,
+and why. `export` writes the record as it lies (4 KiB of header block, then the payload). `clear`
+frees the slots of those named, or of all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -29,6 +31,9 @@ __all__ = ["register"]
 #: What REF says: tier, slot, generation. A generation is never used again, by any boot.
 _Ref: TypeAlias = tuple[str, int, int]
 
+_COLUMNS = (
+    "ref", "found", "device", "namespace", "shard", "key", "bytes", "codec", "reason",
+)  # fmt: skip
 _REF = re.compile(r"([a-z]+):([0-9]{1,20}):([0-9]{1,20})")
 
 
@@ -84,6 +89,9 @@ def _list(arguments: argparse.Namespace) -> int:
                 "key": page.key.hex(),
                 "bytes": page.length,
                 "codec": page.codec.name.lower(),
+                "device": page.device,
+                "condemned_at": _moment(page) or None,
+                "reason": page.reason,
             }
             for page in pages
         ]
@@ -92,16 +100,30 @@ def _list(arguments: argparse.Namespace) -> int:
     rows = [
         (
             _text(_name(page.ref)),
+            _moment(page) or "-",
+            page.device or "-",
             page.fingerprint.hex()[:16],
             str(page.shard),
             page.key.hex(),
             str(page.length),
             page.codec.name.lower(),
+            page.reason or "-",
         )
         for page in pages
     ]
-    print("\n".join(table(("ref", "namespace", "shard", "key", "bytes", "codec"), rows)))
+    print("\n".join(table(_COLUMNS, rows)))
     return 0
+
+
+def _moment(page: QuarantinedPage) -> str:
+    """When it was condemned, by the clock of this machine; "" if that is not known."""
+    if page.age_s is None:
+        return ""
+    try:
+        moment = datetime.now(UTC) - timedelta(seconds=page.age_s)
+    except OverflowError:  # no daemon is that old
+        return ""
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _export(arguments: argparse.Namespace) -> int:

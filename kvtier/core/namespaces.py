@@ -63,6 +63,11 @@ class Namespaces:
     def families(self) -> list[Family]:
         return list(self._families.values())
 
+    @property
+    def generation_floor(self) -> int:
+        """The highest generation of those that were deleted, 0 for none."""
+        return self._generation_floor
+
     def is_new(self, fingerprint: bytes) -> bool:
         return fingerprint not in self._families
 

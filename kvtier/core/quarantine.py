@@ -9,11 +9,37 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
 
 from kvtier.core.page import Tier
 from kvtier.core.table import CopyTable
 
-__all__ = ["Quarantine"]
+__all__ = ["NO_VERDICT", "Quarantine", "Verdict", "Why"]
+
+
+class Why(StrEnum):
+    """Why a copy was condemned; shown to people, and sent as it is."""
+
+    NOBODY_SAYS = ""
+    GET = "failed its checks in a get"
+    PUT = "failed its checks in a put"
+    COPY = "failed its checks when copied to NVMe"
+    READ = "failed its checks when read from NVMe"
+    SCRUB = "failed its checks in a scrub or verify"
+    UNREADABLE = "could not be read in a scrub or verify"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`at` is in monotonic seconds, 0 where nobody says."""
+
+    why: Why = Why.NOBODY_SAYS
+    at: float = 0.0
+
+
+NO_VERDICT: Final = Verdict()
 
 
 class Quarantine:
@@ -27,6 +53,7 @@ class Quarantine:
         self._drain = drain
         self._rows: dict[Tier, deque[int]] = {tier: deque() for tier in bytes_max}
         self._bytes = dict.fromkeys(bytes_max, 0)
+        self._verdicts: dict[int, Verdict] = {}
 
     def __contains__(self, row: int) -> bool:
         return row in self._rows[Tier(self._table.tier[row])]
@@ -40,8 +67,13 @@ class Quarantine:
         """Bytes of the condemned copies of a tier."""
         return self._bytes[tier]
 
-    def add(self, row: int) -> None:
+    def verdict(self, row: int) -> Verdict:
+        """Of a row that is in it."""
+        return self._verdicts[row]
+
+    def add(self, row: int, verdict: Verdict) -> None:
         """A row that has just been condemned."""
+        self._verdicts[row] = verdict
         tier = Tier(self._table.tier[row])
         self._rows[tier].append(row)
         self._bytes[tier] += self._table.record[row]
@@ -70,4 +102,5 @@ class Quarantine:
 
     def _give_back(self, tier: Tier, row: int) -> None:
         self._bytes[tier] -= self._table.record[row]
+        del self._verdicts[row]
         self._drain(row)

@@ -23,7 +23,7 @@ from kvtier.core.listing import Listing
 from kvtier.core.page import TIERS, Tier
 from kvtier.core.page_columns import PageColumns
 from kvtier.core.policy.base import Policy
-from kvtier.core.quarantine import Quarantine
+from kvtier.core.quarantine import Quarantine, Verdict
 from kvtier.core.queues import Queues
 from kvtier.core.shards import Shards
 from kvtier.core.slabs import SlabAllocator
@@ -240,12 +240,12 @@ class Residents:
         self.drain_many([row for row in rows if leases[row] == 0])
         return were_last
 
-    def condemn(self, row: int) -> None:
+    def condemn(self, row: int, verdict: Verdict) -> None:
         """SEALED -> QUARANTINED: unfindable at once, its bytes kept for inspection if possible."""
         self.leave(row)
         self._unfind((row,))
         self._fire_many((row,), Event.CONDEMN)
-        self.quarantine.add(row)
+        self.quarantine.add(row, verdict)
         self._let_go_if_lost(row)
 
     def drain(self, row: int) -> None:

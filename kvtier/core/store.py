@@ -36,6 +36,7 @@ from kvtier.core.pins import Pins
 from kvtier.core.placement import Placement
 from kvtier.core.policy.base import Policy
 from kvtier.core.policy.lru import Clock, LruTailFirst
+from kvtier.core.quarantine import NO_VERDICT, Verdict
 from kvtier.core.residents import Residents
 from kvtier.core.room import Room
 from kvtier.core.slabs import SlabAllocator
@@ -252,14 +253,14 @@ class Store:
                 self._moves.begin(row, source)
             return Filling(self, row=row, ref=self._ref(row), namespace=namespace, meta=meta)
 
-    def condemn(self, ref: PageRef) -> bool:
+    def condemn(self, ref: PageRef, verdict: Verdict = NO_VERDICT) -> bool:
         """Takes a corrupt copy out of sight, keeping its bytes. False: that allocation is gone
         already."""
         with self._lock:
             row = self._row_of(ref)
             if row == NO_ROW or self._table.state[row] != State.SEALED:
                 return False
-            self._residents.condemn(row)
+            self._residents.condemn(row, verdict)
             self._counters.condemned += 1
             return True
 

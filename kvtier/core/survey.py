@@ -15,6 +15,7 @@ from kvtier.core.handles import Reading
 from kvtier.core.ledger import LedgerError
 from kvtier.core.lifecycle import State
 from kvtier.core.page import Codec, PageRef, Tier
+from kvtier.core.quarantine import Verdict
 from kvtier.core.table import NO_ROW
 
 if TYPE_CHECKING:
@@ -109,8 +110,8 @@ class Survey:
                 for row in self._store._residents.quarantine
             ]
 
-    def quarantined(self) -> list[tuple[PageRef, int, int, bytes, int, Codec]]:
-        """(ref, namespace, shard, key, length, codec) of the condemned copies whose bytes are
+    def quarantined(self) -> list[tuple[PageRef, int, int, bytes, int, Codec, Verdict]]:
+        """(ref, namespace, shard, key, length, codec, why) of the condemned copies whose bytes are
         kept, the oldest of each tier first."""
         with self._store._lock:
             table = self._store._table
@@ -122,6 +123,7 @@ class Survey:
                     table.key(row),
                     table.length[row],
                     Codec(table.codec[row]),
+                    self._store._residents.quarantine.verdict(row),
                 )
                 for row in self._store._residents.quarantine
             ]

@@ -6,6 +6,7 @@ does, and run on a thread of its pool.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtier.core.room import Lost
@@ -13,6 +14,7 @@ from kvtier.errors import TierIOError
 from kvtier.tiers.base import NO_NEW_FILES, errno_of
 from kvtier.tiers.io_pool import IoPool
 from kvtier.tiers.nvme_device import NvmeDevice
+from kvtier.tiers.nvme_geometry import slab_number
 
 __all__ = ["DeviceHealth", "check", "probe"]
 
@@ -35,11 +37,25 @@ class DeviceHealth:
     stuck: IoPool | None = None
     segments: set[int] = field(default_factory=set)  # local numbers that are granted
     pages_lost: int = 0  # that went with it, each time that it went offline
-    occupied: set[int] = field(default_factory=set)  # and those where somebody else's file lies
+    #: And those where somebody else's file lies, or pages that could not be read at the start.
+    occupied: set[int] = field(default_factory=set)
     #: What its files take, as of the last change: asking a device that hangs would hang.
     disk_bytes: int = 0
     #: Pages that are lost with it and wait to be taken out of the books, in slices.
     lost: list[Lost] = field(default_factory=list)
+
+    @property
+    def slabs(self) -> list[int]:
+        """Those of its segments."""
+        return [slab_number(self.device.number, local) for local in sorted(self.segments)]
+
+    def free_number(self, segments_max: int, can_grant: Callable[[int], bool]) -> int | None:
+        """The lowest local number for one more segment."""
+        for local in range(segments_max):
+            is_taken = local in self.segments or local in self.occupied
+            if not is_taken and can_grant(slab_number(self.device.number, local)):
+                return local
+        return None
 
 
 def probe(health: DeviceHealth) -> TierIOError | None:

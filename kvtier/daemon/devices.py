@@ -15,7 +15,7 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from kvtier.config import NvmeConfig
@@ -135,8 +135,10 @@ class Devices:
 
     # -- growing ---------------------------------------------------------------------------------
 
-    def adopt(self, slabs: list[int]) -> None:
-        """Segments that a restart found: they may be used."""
+    def adopt(self, slabs: Iterable[int], *, spared: Iterable[int] = ()) -> None:
+        """Segments that a restart found: they may be used; but not those that are `spared`."""
+        for number, local in map(split_slab, spared):
+            self.health[number].occupied.add(local)
         for slab in slabs:
             number, local = split_slab(slab)
             self.health[number].segments.add(local)
@@ -156,7 +158,10 @@ class Devices:
         return min(able, key=lambda health: len(health.segments), default=None)
 
     async def _add_segment(self, health: DeviceHealth) -> None:
-        local = self._free_number(health)
+        can_grant = self._store.room.can_grant
+        local = health.free_number(
+            self._plan.segments_per_device, lambda slab: can_grant(Tier.NVME, slab)
+        )
         if local is None:
             # Something in all of them is still named from before.
             health.grow_at = time.monotonic() + self._config.retry_s
@@ -188,15 +193,8 @@ class Devices:
                 health.reason = ""
                 health.segments.add(local)
                 self._store.room.grant(Tier.NVME, slab)
-
-    def _free_number(self, health: DeviceHealth) -> int | None:
-        """The lowest number for one more segment."""
-        for local in range(self._plan.segments_per_device):
-            slab = slab_number(health.device.number, local)
-            taken = local in health.segments or local in health.occupied
-            if not taken and self._store.room.can_grant(Tier.NVME, slab):
-                return local
-        return None
+                if health.read_only:  # since it was begun
+                    self._store.room.freeze(Tier.NVME, [slab])
 
     def _create(self, health: DeviceHealth, slab: int) -> None:
         """A thread of the pool. A segment that is there already is used again: from before, or one
@@ -228,7 +226,7 @@ class Devices:
             return
         if health.read_only:
             health.read_only = False
-            self._store.room.thaw(Tier.NVME, self._slabs_of(health))
+            self._store.room.thaw(Tier.NVME, health.slabs)
             log.info("nvme.device_writable", extra={"path": str(health.device.path)})
         self._cannot_grow(health, str(refusal) if refusal is not None else "")
 
@@ -237,13 +235,9 @@ class Devices:
         health.grow_at = time.monotonic() + self._config.retry_s
         if health.online and not health.read_only:
             health.read_only = True
-            self._store.room.freeze(Tier.NVME, self._slabs_of(health))
+            self._store.room.freeze(Tier.NVME, health.slabs)
             extra = {"path": str(health.device.path), "reason": reason}
             log.warning("nvme.device_read_only", extra=extra)
-
-    @staticmethod
-    def _slabs_of(health: DeviceHealth) -> list[int]:
-        return [slab_number(health.device.number, local) for local in sorted(health.segments)]
 
     def _cannot_grow(self, health: DeviceHealth, reason: str) -> None:
         """`reason` is "" where it can."""
@@ -267,7 +261,7 @@ class Devices:
             health.stuck = health.pool
         health.pool = self._new_pool(health.device)
         health.read_only = False
-        lost = self._store.room.close(Tier.NVME, self._slabs_of(health))
+        lost = self._store.room.close(Tier.NVME, health.slabs)
         health.lost.append(lost)
         health.pages_lost += len(lost)
         if len(lost):

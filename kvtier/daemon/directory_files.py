@@ -4,16 +4,18 @@ daemon wrote.
 A look compares each file with what it was after the last write: inode, length, and for files that
 only this daemon replaces the time of change. It costs a stat a file. So that a file which was
 removed, replaced or cut short under a running daemon is noticed before anything that would need
-it is called durable. Methods that are async do their work in threads; `create_journal`,
-`write_checkpoint` and `remove_old` one at a time.
+it is called durable. What is amiss stays so until a checkpoint has been written, which needs no
+other file; nobody looks while one is put in its place. Methods that are async do their work in
+threads; `create_journal`, `write_checkpoint` and `remove_old` one at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +29,7 @@ from kvtier.tiers.nvme_checkpoint import (
 from kvtier.tiers.nvme_journal import Entry, Journal, journal_paths, remove_old, remove_unused
 from kvtier.tiers.nvme_lengths import LengthNote
 from kvtier.tiers.nvme_snapshot import Snapshot
-from kvtier.tiers.nvme_state import unwritable
+from kvtier.tiers.nvme_state import padded, unwritable
 from kvtier.tiers.plain_file import opened_plain
 from kvtier.tiers.sealed_file import Signature, signature_of
 
@@ -56,12 +58,12 @@ class StateFiles(Protocol):
     async def remove_old(self) -> None:
         """Journals that no start can need any more."""
 
-    async def amiss(
-        self, journal: JournalFile | None, *, only_journal: bool
-    ) -> DirectoryError | None:
-        """What is not as it was written, and is made good by a checkpoint alone. With
-        `only_journal` checkpoints and older journals are not looked at. Raises DirectoryError when
-        nothing can be made good."""
+    async def older_bytes(self) -> int:
+        """What the journals before the newest take on disk."""
+
+    async def amiss(self) -> DirectoryError | None:
+        """What is not as it was written, and is made good by a new journal and a checkpoint alone.
+        Raises DirectoryError when nothing can be made good."""
 
 
 class DirectoryFiles:
@@ -75,9 +77,11 @@ class DirectoryFiles:
         self._directory_id = directory_id
         self._keep = keep
         self._note = LengthNote(directory, directory_id)
-        self._journal: Journal | None = None
-        #: Checkpoints and older journals, as they were after the last change of ours.
+        #: Those of this life that a start may need, which look after themselves; the present last.
+        self._journals: list[Journal] = []
+        #: Checkpoints, and journals of a life before, as they were after the last change of ours.
         self._known: dict[Path, Signature] = {}
+        self._changing = threading.Lock()  # checkpoints, older journals, and what is known of them
 
     async def create_journal(self, number: int) -> JournalFile:
         def prepare() -> None:
@@ -86,63 +90,93 @@ class DirectoryFiles:
             # A start may have read what was written and not synced, and goes on from it.
             for path in journal_paths(self._directory).values():
                 _sync(path)
-            self._learn(newest=None)  # those of before go on being needed
+            if not self._journals:
+                with self._change():
+                    pass  # what is there, a start has read
 
         await asyncio.to_thread(prepare)
-        self._journal = await Journal.create(
+        journal = await Journal.create(
             self._directory, number=number, directory_id=self._directory_id, note=self._note
         )
-        return self._journal
+        self._journals = [*self._journals, journal]
+        return journal
 
     async def write_checkpoint(self, snapshot: Snapshot, number: int) -> int:
         await asyncio.to_thread(self._keep)
-        try:
-            return await write_checkpoint(
-                self._directory, snapshot, number=number, directory_id=self._directory_id
-            )
-        finally:
-            await asyncio.to_thread(self._learn, newest=self._journal)
+        return await write_checkpoint(
+            self._directory,
+            snapshot,
+            number=number,
+            directory_id=self._directory_id,
+            around=self._change(),
+        )
 
     async def remove_old(self) -> None:
         # The checkpoint before it is what a damaged one falls back to, and needs its journals.
         def remove() -> None:
-            remove_old(self._directory, oldest_number(self._directory))
-            self._learn(newest=self._journal)
+            with self._change():
+                remove_old(self._directory, oldest_number(self._directory))
 
         await asyncio.to_thread(remove)
 
-    async def amiss(
-        self, journal: JournalFile | None, *, only_journal: bool
-    ) -> DirectoryError | None:
-        return await asyncio.to_thread(self._amiss, journal, only_journal)
+    async def older_bytes(self) -> int:
+        return await asyncio.to_thread(self._older_bytes)
 
-    def _amiss(self, journal: JournalFile | None, only_journal: bool) -> DirectoryError | None:
+    async def amiss(self) -> DirectoryError | None:
+        return await asyncio.to_thread(self._amiss)
+
+    def _amiss(self) -> DirectoryError | None:
         self._keep()
-        if isinstance(journal, Journal):
-            try:
-                journal.check()
-            except OSError as error:
-                return unwritable(journal.path, error)
-            try:
-                self._note.keep()
-            except OSError as error:
-                raise unwritable(self._note.path, error) from error
-        for path, known in [] if only_journal else list(self._known.items()):
-            if not _is_as_known(path, known):
-                return DirectoryError(
-                    f"{path} is not the file that this daemon wrote: it was removed or changed",
-                    remedy="Leave the files of a running daemon alone; it writes them anew.",
-                )
+        with self._changing:
+            for journal in self._journals:
+                try:
+                    journal.check()
+                except OSError as error:
+                    return unwritable(journal.path, error)
+            for path, known in self._known.items():
+                if not _is_as_known(path, known):
+                    return DirectoryError(
+                        f"{path} is not the file that this daemon wrote: it was removed or changed",
+                        remedy="Leave the files of a running daemon alone; it writes them anew.",
+                    )
+        try:
+            self._note.keep()
+        except OSError as error:
+            raise unwritable(self._note.path, error) from error
         return None
 
-    def _learn(self, *, newest: Journal | None) -> None:
-        """`newest` looks after itself (`Journal.check`)."""
-        current = newest.path if newest is not None else None
-        paths = [self._directory / name for name in (CHECKPOINT, CHECKPOINT_OLD)]
-        with suppress(DirectoryError):  # the next look says why
-            paths += [path for path in journal_paths(self._directory).values() if path != current]
-        found = {path: signature_of(path) for path in paths}
-        self._known = {path: known for path, known in found.items() if known is not None}
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Around a change of ours. What is there after it is as it should be, or is not needed by a
+        start that begins with what was written; if it fails, what was amiss is so still."""
+        with self._changing:
+            yield
+            older, newest = self._journals[:-1], self._journals[-1:]
+            self._journals = [*filter(_is_whole, older), *newest]
+            names = {journal.path for journal in self._journals}
+            paths = [self._directory / name for name in (CHECKPOINT, CHECKPOINT_OLD)]
+            with suppress(DirectoryError):  # the next look says why
+                paths += [p for p in journal_paths(self._directory).values() if p not in names]
+            found = {path: signature_of(path) for path in paths}
+            self._known = {path: known for path, known in found.items() if known is not None}
+
+    def _older_bytes(self) -> int:
+        newest = self._journals[-1].path if self._journals else None
+        total = 0
+        for path in journal_paths(self._directory).values():
+            found = signature_of(path)
+            if found is not None and path != newest:
+                total += padded(found[2], 4096)
+        return total
+
+
+def _is_whole(journal: Journal) -> bool:
+    """Also: it is still needed."""
+    try:
+        journal.check()
+    except OSError:
+        return False
+    return True
 
 
 def _is_as_known(path: Path, known: Signature) -> bool:

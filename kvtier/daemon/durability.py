@@ -6,7 +6,8 @@
                 gone
     checkpoint  a new journal is begun in the same moment that the store is copied; then the copy
                 is written; only then the journals before it go. While a device with pages is away,
-                the last checkpoint that has them and all journals since stay
+                the last checkpoint that has them and all journals since stay. What no journal says
+                is said by both checkpoints, for one of them may be damaged
 
 Event loop's thread; what takes time is done on others, which ask `name_of` too.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +26,10 @@ from kvtier.core.page import Tier
 from kvtier.core.snapshots import TierImage
 from kvtier.core.store import Store
 from kvtier.daemon.directory_files import DirectoryFiles, JournalFile, StateFiles
+from kvtier.daemon.nvme_image import NameOf, snapshot_of
 from kvtier.errors import DirectoryError
 from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.nvme_journal import Delete, Drop, Entry, Mark
-from kvtier.tiers.nvme_snapshot import Pages, Snapshot
 from kvtier.tiers.nvme_state import padded
 
 __all__ = ["DirectoryFiles", "Durability", "JournalFile", "StateFiles"]
@@ -37,13 +38,13 @@ log = logging.getLogger(__name__)
 
 #: Half of the least time between a checkpoint that failed and the next.
 _AFTER_FAILURE_S = 5.0
-#: While pages wait for their device: so many times longer between two checkpoints, and so many
-#: times the longest journal for all that are kept, for which the plan of the tier leaves room.
+#: While pages wait for their device: so many times longer between two checkpoints.
 _WAITING_EVERY = 10
+#: So many times the longest journal for all before the newest, for which the plan of the tier
+#: leaves room.
 _KEPT_JOURNALS = 2
-
-#: (fingerprint, generation) of a namespace number, or None once it was bumped or deleted.
-NameOf = Callable[[int], "tuple[bytes, int] | None"]
+#: Copies that are gone and could not be journalled: so many are, with the next checkpoint.
+_UNSAID_MAX = 4096
 
 
 class Durability:
@@ -70,12 +71,17 @@ class Durability:
         #: Older journals have to be read by a restart too, and marks in them looked into.
         self._is_owed = False
         self._owed: dict[int, int] = {}
+        #: What they take on disk.
+        self._older_bytes = 0
+        #: The present journal was begun by a checkpoint that has not been written.
+        self._is_begun = False
+        #: Generations of copies that are gone and that no journal names yet.
+        self._unsaid: list[int] = []
         #: Devices that are away or came back empty, and about how many pages each has that the
         #: store has not: checkpoints say so, and the journals since the last that has them stay.
         self.waits: dict[int, int] = {}
         #: Of them, those whose pages were given up: the journals had become too long.
         self.given_up: dict[int, int] = {}
-        self._kept_bytes = 0
         self._marking: dict[int, asyncio.Task[None]] = {}
         self._checkpointing = asyncio.Lock()
         self._healing = asyncio.Lock()
@@ -105,13 +111,11 @@ class Durability:
         """Slabs that a restart would have to scan, with their record size."""
         return self._owed | self._marks
 
-    def wait_for(self, waits: Mapping[int, int], *, kept_bytes: int = 0) -> None:
+    def wait_for(self, waits: Mapping[int, int]) -> None:
         """These devices have pages that the store has no more; they come back with a start that
-        finds the device. In the same step in which the store loses them. `kept_bytes` of journals
-        are kept for that already."""
+        finds the device. In the same step in which the store loses them."""
         for device, pages in waits.items():
             self.waits[device] = self.waits.get(device, 0) + pages
-        self._kept_bytes += kept_bytes if self.waits else 0
 
     async def begin(self, number: int, *, has_base: bool, can_checkpoint: bool = True) -> None:
         """Journals from now on, as number `number`. Raises DirectoryError.
@@ -127,6 +131,7 @@ class Durability:
         self._is_owed = True  # the journals before
         self._number = number
         self._journal = await self._files.create_journal(number)
+        self._older_bytes = await self._files.older_bytes()
 
     async def mark(self, slab: int, record_bytes: int) -> None:
         """Returns when a restart would look into the slab. Raises DirectoryError."""
@@ -145,8 +150,13 @@ class Durability:
             await asyncio.shield(under_way)
 
     async def forget(self, generations: Sequence[int]) -> None:
-        """These copies do not come back. Raises DirectoryError."""
-        await self._append([Drop(tuple(generations))])
+        """These copies do not come back. Raises DirectoryError: not before the next checkpoint has
+        been written, which says it."""
+        try:
+            await self._append([Drop(tuple(generations))])
+        except DirectoryError:
+            self._unsaid = [*self._unsaid, *generations][-_UNSAID_MAX:]
+            raise
 
     def doom(self, namespace: int, shard: int, keys: npt.NDArray[np.uint8]) -> Delete | None:
         """What has to be journalled of a delete that the store has made in this moment: it covers
@@ -163,10 +173,8 @@ class Durability:
         entries = [delete for delete in deletes if delete is not None]
         nbytes = sum(len(delete.keys) for delete in entries)
         if self.journal_bytes + nbytes > self._journal_bytes_max and self._can_checkpoint:
-            # The store has them no more: a checkpoint says so in less room than their keys take.
-            await self.checkpoint()
-            if not self.waits:
-                return
+            await self._begin_anew(entries, nbytes)
+            return
         if not entries:
             return
         try:
@@ -174,9 +182,16 @@ class Durability:
         except DirectoryError:
             if not self._can_checkpoint:
                 raise
-            await self.checkpoint()
-            if self.waits:  # which checkpoints have not
-                await self._append(entries)
+            await self._begin_anew(entries, nbytes)
+
+    async def _begin_anew(self, entries: Sequence[Entry], nbytes: int) -> None:
+        """A checkpoint, and a journal for what the one before it had no room for. Where that is
+        more than any has room for, the checkpoints alone say it: the store has the pages no more.
+        """
+        is_short = nbytes <= self._journal_bytes_max
+        await self.checkpoint(both=not is_short)
+        if entries and (is_short or self.waits):  # no checkpoint has what waits
+            await self._append(entries)
 
     async def confirm(self) -> None:
         """Returns when the files are there that a start needs to find what was made durable. What
@@ -184,7 +199,7 @@ class Durability:
         others as a new checkpoint with a new journal. Raises DirectoryError when that fails.
         """
         try:
-            if await self._amiss() is not None:
+            if await self._files.amiss() is not None:
                 async with self._healing:
                     await self._heal()
         except DirectoryError as error:
@@ -192,50 +207,70 @@ class Durability:
             raise
         self._tell(None, of_look=True)
 
-    async def checkpoint(self) -> None:
-        """Makes the present copies on NVMe the base that a restart begins with.
+    async def checkpoint(self, *, both: bool = False) -> None:
+        """Makes the present copies on NVMe the base that a restart begins with; with `both` also
+        the one that it falls back to.
 
         Raises DirectoryError; then the journals before it stay, and a restart needs them.
         """
         try:
-            await self._checkpoint()
+            async with self._checkpointing:
+                await self._checkpoint()
+                # While something waits, the one before it is for that.
+                is_long = self._older_bytes > _KEPT_JOURNALS * self._journal_bytes_max
+                if (both or is_long) and not self.waits:
+                    await self._checkpoint()
         except DirectoryError as error:
             self._tell(error)
             raise
         self._tell(None)
 
     async def _checkpoint(self) -> None:
-        async with self._checkpointing:
-            started = time.monotonic()
-            number = self._number + 1
+        started = time.monotonic()
+        is_again = self._is_begun and await self._goes_on()
+        number = self._number + (not is_again)
+        before = None
+        if not is_again:
             following = await self._files.create_journal(number)
             # No await from here to the end of `take`: what changes before it is in the image, what
             # changes after it in the new journal.
             before, self._journal, self._number = self._journal, following, number
-            self._keep_or_give_up(before)
-            waits = dict(self.waits)
+            self._older_bytes += padded(before.size_bytes, 4096) if before is not None else 0
             self._owed, self._marks, self._is_owed = self._owed | self._marks, {}, True
-            taken = self._store.snapshots.take(Tier.NVME)
-            # Its entry waits to be written before this gives way to anybody: a later mark of the
-            # same segment comes after it.
-            try:
-                await self._mark_in_flight(taken)
-            finally:
-                if before is not None:
-                    await before.close()
-            crash_point("checkpoint.begun")
-            snapshot = await asyncio.to_thread(self._snapshot, taken, waits)
-            self.checkpoint_bytes = await self._files.write_checkpoint(snapshot, number)
-            crash_point("checkpoint.renamed")
-            await self._files.remove_old()
-            self.checkpoints += 1
-            self._owed, self._is_owed = {}, False
-            self._checkpoint_at = time.monotonic()
-            self._checkpoint_took_s = self._checkpoint_at - started
+            self._is_begun = True
+        self._give_up_what_is_too_long()
+        waits = dict(self.waits)
+        taken = self._store.snapshots.take(Tier.NVME)
+        # Its entry waits to be written before this gives way to anybody: a later mark of the
+        # same segment comes after it.
+        try:
+            await self._say_first(taken)
+        finally:
+            if before is not None:
+                await before.close()
+        crash_point("checkpoint.begun")
+        snapshot = await asyncio.to_thread(snapshot_of, taken, waits, self._name_of)
+        self.checkpoint_bytes = await self._files.write_checkpoint(snapshot, number)
+        self._is_begun = False
+        crash_point("checkpoint.renamed")
+        await self._files.remove_old()
+        self._older_bytes = await self._files.older_bytes()
+        self.checkpoints += 1
+        self._owed, self._is_owed = {}, False
+        self._checkpoint_at = time.monotonic()
+        self._checkpoint_took_s = self._checkpoint_at - started
         log.info(
             "nvme.checkpoint",
             extra={"number": number, "pages": len(snapshot.pages), "bytes": self.checkpoint_bytes},
         )
+
+    async def _goes_on(self) -> bool:
+        """Whether a checkpoint that failed is tried again with the journal that it has begun: else
+        each try would leave one. What that says and the image says too does no harm."""
+        journal = self._journal
+        if journal is None or journal.failed:
+            return False
+        return await self._files.amiss() is None
 
     async def checkpoint_if_due(self, *, every_s: float, slots_max: int) -> None:
         """A checkpoint, if the last one is old enough, or what a restart would have to read since
@@ -246,28 +281,24 @@ class Durability:
             return
         age_s = time.monotonic() - self._checkpoint_at
         slots = sum(self._segment_bytes // size for size in self.marked_slabs.values())
+        journals_bytes = self.journal_bytes + self._older_bytes
+        is_much = journals_bytes > (_KEPT_JOURNALS + 1) * self._journal_bytes_max
         if self.waits:
             # Every journal is kept: few of them; and the start that finds the device reads all.
-            every_s, slots = every_s * _WAITING_EVERY, 0
-        is_much = self.journal_bytes > self._journal_bytes_max or slots > slots_max
+            every_s, slots, is_much = every_s * _WAITING_EVERY, 0, False
+        is_much |= self.journal_bytes > self._journal_bytes_max or slots > slots_max
         # However much is written, a checkpoint is at most every second one's work.
         if age_s >= every_s or ((is_much or is_broken) and age_s >= 2 * self._checkpoint_took_s):
-            # One that fails leaves a journal behind: the next try is not at once.
+            # Should it fail, the next try is not at once.
             self._checkpoint_at, self._checkpoint_took_s = time.monotonic(), _AFTER_FAILURE_S
             await self.checkpoint()
 
-    def _keep_or_give_up(self, ended: JournalFile | None) -> None:
-        """Before a checkpoint: the journal before it is kept for devices that are away, if there is
-        room for it beside those that are kept already."""
-        if not self.waits:
-            self._kept_bytes = 0
-            return
-        if ended is not None:
-            self._kept_bytes += padded(ended.size_bytes, 4096)
-        if self._kept_bytes > _KEPT_JOURNALS * self._journal_bytes_max:
+    def _give_up_what_is_too_long(self) -> None:
+        """Journals are kept for devices that are away as long as there is room for them."""
+        if self.waits and self._older_bytes > _KEPT_JOURNALS * self._journal_bytes_max:
             log.error("nvme.pages_given_up", extra={"pages_of_device": dict(self.waits)})
             self.given_up |= self.waits
-            self.waits, self._kept_bytes = {}, 0
+            self.waits = {}
 
     async def close(self) -> None:
         """Returns when everything is on disk that was asked to be."""
@@ -288,24 +319,16 @@ class Durability:
             self._tell(error)
             raise
 
-    async def _amiss(self) -> DirectoryError | None:
-        """What only a checkpoint makes good, if anything is. Raises DirectoryError."""
-        while True:
-            journal = self._journal
-            # While files come and go by a checkpoint, only the journal can be judged.
-            is_resting = not self._checkpointing.locked()
-            error = await self._files.amiss(journal, only_journal=not is_resting)
-            if self._journal is journal and (is_resting != self._checkpointing.locked()):
-                return error
-
     async def _heal(self) -> None:
-        error = await self._amiss()  # those who waited here find it done
+        async with self._checkpointing:
+            pass  # one that is being written may make it good
+        error = await self._files.amiss()  # those who waited here find it done
         if error is None:
             return
         if not self._can_checkpoint:
             raise error
         log.warning("nvme.state_rebuilt", extra={"what": str(error)})
-        await self.checkpoint()
+        await self.checkpoint(both=True)
 
     def _tell(self, error: DirectoryError | None, *, of_look: bool = False) -> None:
         """What came of a look, or of a write; the log hears of changes alone."""
@@ -336,38 +359,20 @@ class Durability:
         if not task.cancelled():
             task.exception()  # those who would have heard of it may be gone
 
-    async def _mark_in_flight(self, taken: TierImage) -> None:
-        """Copies that were being made when the image was taken lie in segments marked before."""
+    async def _say_first(self, taken: TierImage) -> None:
+        """Copies that were being made when the image was taken lie in segments marked before. And
+        what could not be journalled: the image says it, but not to who begins with an older one."""
         slabs = {taken.slab_of(slot) for _, slot in taken.in_flight}
         marks = {slab: taken.bindings[slab] for slab in slabs if slab in taken.bindings}
-        if marks:
-            await self._append([Mark(slab, size) for slab, size in marks.items()])
-            self._marks = marks | self._marks
-
-    def _snapshot(self, taken: TierImage, waits: dict[int, int]) -> Snapshot:
-        """Core's image with names in place of numbers. Any thread."""
-        copies = taken.copies()
-        numbers, family = np.unique(copies.namespace, return_inverse=True)
-        names = [self._name_of(number) for number in numbers.tolist()]
-        # Copies of namespaces that have ended are only waiting to be swept.
-        is_named = np.array([name is not None for name in names], bool)
-        place = np.cumsum(is_named) - 1
-        pages = Pages(
-            family=place[family].astype(np.uint32),
-            shard=copies.shard,
-            key=copies.key,
-            generation=copies.generation,
-            slot=copies.slot,
-            length=copies.length,
-            codec=copies.codec,
-            lossy=copies.lossy,
-            parent=copies.parent,
-        ).take(np.flatnonzero(is_named[family]))
-        return Snapshot(
-            last_generation=taken.last_generation,
-            classes=taken.bindings,
-            families=tuple(name for name in names if name is not None),
-            pages=pages,
-            in_flight=tuple(generation for generation, _ in taken.in_flight),
-            waits=waits,
-        )
+        entries: list[Entry] = [Mark(slab, size) for slab, size in marks.items()]
+        unsaid, self._unsaid = self._unsaid, []
+        if unsaid:
+            entries.append(Drop(tuple(unsaid)))
+        if not entries:
+            return
+        try:
+            await self._append(entries)
+        except BaseException:
+            self._unsaid = [*unsaid, *self._unsaid][-_UNSAID_MAX:]
+            raise
+        self._marks = marks | self._marks

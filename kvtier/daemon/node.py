@@ -40,7 +40,7 @@ from kvtier.errors import DaemonUnavailable, DirectoryError, TierIOError, Unknow
 from kvtier.packing.record import HEADER_BYTES
 from kvtier.tiers.host import HostArena
 from kvtier.transfer.mover import MoveCode
-from kvtier.transfer.place import Identity, Place, load
+from kvtier.transfer.place import Identity, Place, Why, failed, load
 from kvtier.transfer.place import Verify as VerifyMode
 
 __all__ = ["Node", "NodeState", "Parts"]
@@ -336,10 +336,10 @@ class Node:
         check = partial(load, self.arena, identity, reading, key, check_payload=True)
         return await asyncio.to_thread(check) is not None
 
-    async def _condemn(self, reading: Reading) -> bool:
+    async def _condemn(self, reading: Reading, why: Why) -> bool:
         if reading.ref.tier is Tier.NVME and self.nvme is not None:
-            return await self.nvme.mover.condemn(reading) is MoveCode.CORRUPT
-        return self.store.condemn(reading.ref)
+            return await self.nvme.mover.condemn(reading, why) is MoveCode.CORRUPT
+        return self.store.condemn(reading.ref, failed(why))
 
     def _local_put(self, put: PutReport) -> None:
         """A client has put pages by shared memory."""

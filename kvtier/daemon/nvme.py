@@ -41,7 +41,7 @@ from kvtier.tiers.nvme_geometry import (
     whole_mib,
 )
 from kvtier.tiers.nvme_recovery import Recovered, RecoveryReport, recover, remove_old
-from kvtier.tiers.nvme_segment import segment_name
+from kvtier.tiers.nvme_segment import segment_name, segment_number
 from kvtier.transfer.mover import Mover
 
 __all__ = ["NvmeService"]
@@ -117,11 +117,17 @@ class NvmeService:
                 f" that {spent} is the last: its file `generations` is older than the pages",
                 remedy="Put the file back as it was, or start once with `--discard-cache`.",
             )
+        if recovered.refusal is not None:
+            raise recovered.refusal
         pages = self._load(recovered)
-        self.durability.wait_for(recovered.waits, kept_bytes=recovered.journal_bytes)
+        self.durability.wait_for(recovered.waits)
         await self.durability.begin(
             recovered.next_number, has_base=recovered.base_number is not None
         )
+        if recovered.report.forgotten:
+            # They lack entries, and are kept for nothing: no later start may begin with them.
+            with suppress(DirectoryError):  # status and log say so
+                await self.durability.checkpoint(both=True)
         await self.devices.probe_all()
         log.info(
             "nvme.recovered",
@@ -212,8 +218,7 @@ class NvmeService:
                 lost = self.pages_rejected.get((health.device.number, name), 0)
                 yield (
                     f"nvme: {path / name}{what[len(name) :]}; its pages ({lost} were listed there)"
-                    " are misses; check the device (kernel log); the file is replaced when its"
-                    " place is needed"
+                    f" are misses; check the device (kernel log); {self._later(health, name)}"
                 )
         yield from self._waiting()
         if self.report is not None:
@@ -227,6 +232,12 @@ class NvmeService:
             " share of nvme.bytes when the tier was made: free as much, or set nvme.bytes to what"
             " the file system holds and start once with --discard-cache"
         )
+
+    def _later(self, health: DeviceHealth, name: str) -> str:
+        local = segment_number(name)
+        if local in health.occupied and local in health.device.unreadable_segments:
+            return "the next start tries to read it again"
+        return "the file is replaced when its place is needed"
 
     def _waiting(self) -> Iterator[str]:
         paths = {number: str(path) for number, path in self.parts.geometry.devices}
@@ -318,8 +329,14 @@ class NvmeService:
             slabs=self._slabs(),
             segment_bytes=tier.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
+            generation_floor=self._registry.generation_floor,
             is_expected=self._is_expected,
             present=[device.number for device in tier.devices],
+            unreadable=[
+                slab_number(device.number, local)
+                for device in tier.devices
+                for local in device.unreadable_segments
+            ],
             threads=self.parts.config.io_threads,
         )
 
@@ -338,7 +355,8 @@ class NvmeService:
         return [slab for slab in self.parts.tier.slabs() if split_slab(slab)[1] < limit]
 
     def _load(self, recovered: Recovered) -> int:
-        self.devices.adopt(self._slabs())
+        slabs = set(self._slabs())
+        self.devices.adopt(sorted(slabs - recovered.unread), spared=recovered.unread)
         numbers = {
             (family.identity.fingerprint, family.generation): family.number
             for family in self._registry.families()

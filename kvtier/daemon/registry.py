@@ -50,6 +50,11 @@ class Registry:
     def families(self) -> list[Family]:
         return self._namespaces.families()
 
+    @property
+    def generation_floor(self) -> int:
+        """See Namespaces."""
+        return self._namespaces.generation_floor
+
     def family_of(self, number: int) -> Family | None:
         """The family whose present number this is; None once it was bumped or deleted."""
         return self._namespaces.current(number)

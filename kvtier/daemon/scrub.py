@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Final, TypeAlias
 
 from kvtier.core.page import Tier
+from kvtier.core.quarantine import Why
 from kvtier.daemon.scrub_process import COMMAND, ScrubProcess
 from kvtier.daemon.scrub_protocol import Answer, Finding, Setup
 from kvtier.daemon.scrub_walk import (
@@ -244,15 +245,15 @@ class Scrubber:
             except TierIOError as error:
                 if errno_of(error) in _NOT_THE_PAGE:
                     continue
-            if await self._condemn(holding, found.index):
+            if await self._condemn(holding, found.index, Why.UNREADABLE):
                 log.error(
                     "page.unreadable", extra={"tier": "nvme", "pages": 1, "why": found.reason}
                 )
 
-    async def _condemn(self, holding: Holding, index: int) -> bool:
+    async def _condemn(self, holding: Holding, index: int, why: Why) -> bool:
         """Whether that allocation was still there to be condemned."""
         held = holding.pages[index]
-        is_ours = await holding.finish(index, self._parts.condemn(held.reading))
+        is_ours = await holding.finish(index, self._parts.condemn(held.reading, why))
         if is_ours and self._parts.lost is not None and held.reading.ref.tier is Tier.NVME:
             self._parts.lost(held.namespace, held.identity.shard, held.key)
         return is_ours
@@ -273,7 +274,7 @@ class Scrubber:
                 continue
             if is_whole:
                 log.warning("scrub.false_alarm", extra={"tier": tier, "why": found.reason})
-            elif await self._condemn(holding, found.index):
+            elif await self._condemn(holding, found.index, Why.SCRUB):
                 walk.count(ScrubCounts(pages_corrupt=1))
                 log.error("page.corrupt", extra={"tier": tier, "pages": 1, "why": found.reason})
         if unread:

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 
 from kvtier.core.handles import Reading
 from kvtier.core.page import Tier
+from kvtier.core.quarantine import Why
 from kvtier.core.store import Store
 from kvtier.daemon.scrub_protocol import PAGES_MAX, Batch, Item
 from kvtier.errors import TierIOError
@@ -86,7 +87,7 @@ class ScrubParts:
     arena: HostArena
     identity_of: Callable[[int, int], Identity | None]
     recheck: Callable[[Reading, Identity, bytes], Awaitable[bool]]
-    condemn: Callable[[Reading], Awaitable[bool]]
+    condemn: Callable[[Reading, Why], Awaitable[bool]]
     nvme: NvmeFiles | None = None
     confirm: Callable[[], Awaitable[None]] | None = None
     lost: Callable[[int, int, bytes], None] | None = None

@@ -7,6 +7,7 @@ cut off. Event loop's thread; files are read on the threads of their device.
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from typing import Any, cast
 
@@ -32,6 +33,14 @@ _PAGES_LISTED_MAX = 16_384
 
 def list_quarantine(node: Node, _request: pb.ListQuarantineRequest) -> pb.ListQuarantineResponse:
     """The oldest 16384; GetStatus tells how many there are."""
+    devices: dict[str, int] = {}
+    now = time.monotonic()
+
+    def device_of(ref: PageRef) -> int:
+        if ref.tier is not Tier.NVME or node.nvme is None:
+            return 0
+        return devices.setdefault(node.nvme.path_of(ref.slot), len(devices) + 1)
+
     pages = [
         pb.QuarantinedPage(
             ref=page_pb2.PageRef(
@@ -45,12 +54,15 @@ def list_quarantine(node: Node, _request: pb.ListQuarantineRequest) -> pb.ListQu
             key=key,
             length=length,
             codec=cast("page_pb2.Codec", int(codec)),
+            device=device_of(ref),
+            age_ms=max(1, round((now - verdict.at) * 1000)) if verdict.at else 0,
+            reason=verdict.why,
         )
-        for ref, namespace, shard, key, length, codec in node.store.survey.quarantined()[
-            :_PAGES_LISTED_MAX
-        ]
+        for ref, namespace, shard, key, length, codec, verdict in (
+            node.store.survey.quarantined()[:_PAGES_LISTED_MAX]
+        )
     ]
-    return pb.ListQuarantineResponse(pages=pages)
+    return pb.ListQuarantineResponse(pages=pages, devices=list(devices))
 
 
 async def read_quarantine(node: Node, request: pb.ReadQuarantineRequest, context: Any) -> None:

@@ -30,6 +30,7 @@ from kvtier.errors import DirectoryError
 from kvtier.tiers.plain_file import known_remedy, open_plain
 from kvtier.tiers.sealed_file import (
     DISCARD,
+    LOST_STATE,
     TEMPORARY_SUFFIX,
     Signature,
     read_sealed,
@@ -84,14 +85,15 @@ class DaemonDirectory:
         if bound <= self._bound:
             raise ValueError(f"generation bound {bound} does not rise above {self._bound}")
         with self._lock:
-            self._check_ours()
+            self.keep()
             self._write(_GENERATIONS, bound.to_bytes(8, "little"))
             self._bound = bound
 
     def save_namespaces(self, state: dict[str, Any]) -> None:
-        """Makes the registry durable before it returns."""
+        """Makes the registry durable before it returns, in a directory that a start can use.
+        Raises DirectoryError."""
         with self._lock:
-            self._check_ours()
+            self.keep()
             self._write(_NAMESPACES, msgpack.packb(state, use_bin_type=True))
 
     def load_namespaces(self) -> dict[str, Any]:
@@ -141,7 +143,7 @@ class DaemonDirectory:
             raise DirectoryError(
                 f"{self.path} is not the directory that this daemon has locked: it was removed or "
                 f"replaced, or its file `{_LOCK}` was",
-                remedy="Put it back, or stop this daemon: it makes nothing durable meanwhile.",
+                remedy="Put it back, or restart this daemon: it makes nothing durable meanwhile.",
             )
 
     def _prepare(self, *, read_only: bool) -> None:
@@ -268,7 +270,8 @@ def _refuse_strangers(path: Path, strangers: list[Path]) -> None:
     if strangers:
         raise DirectoryError(
             f"{path} is not a daemon directory and not empty ({min(strangers).name} is there)",
-            remedy="Name an empty or new daemon.directory.",
+            remedy="Name an empty or new daemon.directory; if its file `format` was lost,"
+            f" {DISCARD}.",
         )
 
 
@@ -312,12 +315,12 @@ def _unpack_namespaces(path: Path, payload: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise DirectoryError(
             f"{path / _NAMESPACES} cannot be read: {error}",
-            remedy=f"Restore it from a copy, or {DISCARD}.",
+            remedy=LOST_STATE,
         ) from error
     if not isinstance(state, dict):
         raise DirectoryError(
             f"{path / _NAMESPACES} does not hold a registry",
-            remedy=f"Restore it from a copy, or {DISCARD}.",
+            remedy=LOST_STATE,
         )
     return state
 
@@ -325,5 +328,5 @@ def _unpack_namespaces(path: Path, payload: bytes) -> dict[str, Any]:
 def _missing(path: Path, name: str) -> DirectoryError:
     return DirectoryError(
         f"{path / name} is missing although the directory was in use",
-        remedy=f"Restore it from a copy, or {DISCARD}.",
+        remedy=LOST_STATE,
     )

@@ -41,6 +41,7 @@ import contextlib
 import os
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -128,17 +129,31 @@ class CheckpointFile:
 
 
 async def write_checkpoint(
-    directory: Path, snapshot: Snapshot, *, number: int, directory_id: bytes
+    directory: Path,
+    snapshot: Snapshot,
+    *,
+    number: int,
+    directory_id: bytes,
+    around: AbstractContextManager[None] | None = None,
 ) -> int:
-    """Durably makes `snapshot` the newest checkpoint; the bytes of its file.
+    """Durably makes `snapshot` the newest checkpoint; the bytes of its file. `around` is entered,
+    in a thread, while names change.
 
     A caller that is cancelled does not stop it. Raises DirectoryError, and then the checkpoints are
     as they were.
     """
-    return await to_the_end(_write(directory, snapshot, number, directory_id))
+    return await to_the_end(
+        _write(directory, snapshot, number, directory_id, around or contextlib.nullcontext())
+    )
 
 
-async def _write(directory: Path, snapshot: Snapshot, number: int, directory_id: bytes) -> int:
+async def _write(
+    directory: Path,
+    snapshot: Snapshot,
+    number: int,
+    directory_id: bytes,
+    around: AbstractContextManager[None],
+) -> int:
     parts = await asyncio.to_thread(
         encode_checkpoint, snapshot, number=number, directory_id=directory_id
     )
@@ -146,7 +161,7 @@ async def _write(directory: Path, snapshot: Snapshot, number: int, directory_id:
     try:
         await _write_synced(temporary, parts)
         crash_point("checkpoint.written")
-        await asyncio.to_thread(_publish, directory, directory_id)
+        await asyncio.to_thread(_publish, directory, directory_id, around)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -161,16 +176,18 @@ async def _write_synced(path: Path, parts: list[memoryview]) -> None:
         await asyncio.to_thread(os.fsync, file.fileno())
 
 
-def _publish(directory: Path, directory_id: bytes) -> None:
+def _publish(directory: Path, directory_id: bytes, around: AbstractContextManager[None]) -> None:
     newest = directory / CHECKPOINT
     old = directory / CHECKPOINT_OLD
     # A damaged one must not take the place of the last that is whole; nor one that lacks devices
     # that of the last which has their pages.
     found = _whole(newest, directory_id)
-    if found is not None and not (found.waits and _whole(old, directory_id) is not None):
-        newest.replace(old)
-    (directory / CHECKPOINT_TEMPORARY).replace(newest)
-    sync_directory(directory)
+    is_next_old = found is not None and not (found.waits and _whole(old, directory_id) is not None)
+    with around:
+        if is_next_old:
+            newest.replace(old)
+        (directory / CHECKPOINT_TEMPORARY).replace(newest)
+        sync_directory(directory)
 
 
 def oldest_number(directory: Path) -> int:

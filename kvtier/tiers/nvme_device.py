@@ -39,6 +39,8 @@ from kvtier.tiers.nvme_directory import (
     PROBE_NAME,
     DeviceDirectory,
     DeviceIdentity,
+    FileId,
+    file_id_of,
     is_ours,
     open_directory,
 )
@@ -129,6 +131,8 @@ class NvmeDevice:
         self._files = DeviceFiles(directory.path, mode=mode, calls=calls)
         self._segments: frozenset[int] = frozenset()
         self._rejected: dict[int, str] = {}
+        self._unreadable: frozenset[int] = frozenset()
+        self._named: dict[int, FileId] = {}  # the files of the segments; replaced, not changed
         self._foreign: tuple[str, ...] = ()
         self._lock = threading.Lock()  # for the set below
         self._unsynced: set[int] = set()
@@ -162,6 +166,11 @@ class NvmeDevice:
         return frozenset(self._rejected)
 
     @property
+    def unreadable_segments(self) -> frozenset[int]:
+        """Of them, those that could not be read at all; at another time they may be."""
+        return self._unreadable & self._rejected.keys()
+
+    @property
     def foreign(self) -> tuple[str, ...]:
         """Names in the directory that are none of kvtier's, as found when it was opened."""
         return self._foreign
@@ -170,16 +179,24 @@ class NvmeDevice:
         """For `open_device` and `look_again`: looks at every file. Raises OSError."""
         names = self._directory.names()
         self._foreign = tuple(name for name in names if not is_ours(name))
-        found, rejected = [], {}
+        found, rejected, unreadable = {}, {}, set()
         for local in [local for name in names if (local := segment_number(name)) is not None]:
-            why = self._difference(local)
+            try:
+                file_id = file_id_of(self.path / segment_name(local))
+                why = self._difference(local)
+            except OSError as error:
+                if error.errno not in _LOST:
+                    raise
+                why = f"it cannot be read: {error.strerror}"
+                unreadable.add(local)
             if why:
                 rejected[local] = why
                 words = {"path": str(self.path / segment_name(local)), "reason": why}
                 log.warning("nvme.segment.rejected", extra=words)
             else:
-                found.append(local)
-        self._segments, self._rejected = frozenset(found), rejected
+                found[local] = file_id
+        self._segments, self._rejected, self._named = frozenset(found), rejected, found
+        self._unreadable = frozenset(unreadable)
         if not found and self._files.is_direct:
             # Nothing was read, so nothing tells yet whether O_DIRECT works here.
             try:
@@ -278,13 +295,14 @@ class NvmeDevice:
         """That the directory and every segment are still there by name: what is written to a file
         without one is lost, although it can be read as long as it is open. Raises TierIOError."""
         try:
-            before = self._segments
+            known = self._named
             self._directory.check_present()
             self._directory.keep_identity()
-            names = frozenset(self._directory.names())
-            missing = [n for n in before & self._segments if segment_name(n) not in names]
-            if missing:
-                raise OSError(errno.ENOENT, f"{segment_name(min(missing))} was deleted")
+            others = self._directory.other({segment_name(n): known[n] for n in known})
+            for local in sorted(self._segments):  # those of now: it may have been made meanwhile
+                why = others.get(segment_name(local))
+                if why and self._named.get(local) == known.get(local):
+                    raise OSError(errno.ENOENT, why)
         except OSError as error:
             raise self.failed(TierOperation.READ, error) from error
 
@@ -332,10 +350,6 @@ class NvmeDevice:
             return wanted.difference(decode_segment_header(block))
         except CorruptRecord as error:
             return str(error)
-        except OSError as error:
-            if error.errno not in _LOST:
-                raise
-            return f"it cannot be read: {error.strerror}"
 
     def _header(self, local: int) -> SegmentHeader:
         return SegmentHeader(
@@ -358,6 +372,7 @@ class NvmeDevice:
                 file.sync()
             temporary.replace(path)
             self._directory.sync()
+            self._named = self._named | {local: file_id_of(path)}
         except OSError:
             for left in (temporary, path):
                 with contextlib.suppress(OSError):

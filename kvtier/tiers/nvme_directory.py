@@ -16,7 +16,7 @@ import fcntl
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,8 @@ __all__ = [
     "PROBE_NAME",
     "DeviceDirectory",
     "DeviceIdentity",
+    "FileId",
+    "file_id_of",
     "is_ours",
     "open_directory",
     "read_identity",
@@ -40,6 +42,9 @@ log = logging.getLogger(__name__)
 
 DEVICE_VERSION = 1
 PROBE_NAME = f"probe{TEMPORARY_SUFFIX}"
+
+#: File system and inode: which file a name leads to.
+FileId = tuple[int, int]
 
 _IDENTITY = "device"
 _KIND = b"device"
@@ -89,6 +94,19 @@ class DeviceDirectory:
     def names(self) -> list[str]:
         return sorted(entry.name for entry in self.path.iterdir())
 
+    def other(self, known: Mapping[str, FileId]) -> dict[str, str]:
+        """What has become of those of these files that are not to be found by their name any more.
+        A stat only where the listing says so. Raises OSError."""
+        with os.scandir(self.path) as entries:
+            found = {entry.name: entry.inode() for entry in entries}
+        others = {}
+        for name, file_id in known.items():
+            if name not in found:
+                others[name] = f"{name} was deleted"
+            elif found[name] != file_id[1] and file_id_of(self.path / name) != file_id:
+                others[name] = f"{name} was replaced by another file"
+        return others
+
     def sync(self) -> None:
         """Return when all names made and removed before survive a power cut."""
         os.fsync(self._fd)
@@ -120,6 +138,12 @@ class DeviceDirectory:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def file_id_of(path: Path) -> FileId:
+    """Raises OSError."""
+    found = path.lstat()
+    return found.st_dev, found.st_ino
 
 
 def is_ours(name: str) -> bool:
@@ -222,7 +246,7 @@ def _check_identity(path: Path, identity: DeviceIdentity, *, create: bool) -> No
     elif found.directory_id != identity.directory_id:
         raise DirectoryError(
             f"{path} holds the pages of another daemon directory",
-            remedy=f"name another directory in nvme.paths, or {_DISCARD}",
+            remedy=f"name another directory in nvme.paths, empty this one, or {_DISCARD}",
         )
     elif found.number != identity.number:
         raise DirectoryError(

@@ -27,12 +27,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from kvtier.errors import TierIOError
+from kvtier.errors import DirectoryError, TierIOError
 from kvtier.tiers.base import TierDevice
 from kvtier.tiers.nvme_base import Base, Chosen, choose
 from kvtier.tiers.nvme_geometry import split_slab
@@ -45,78 +45,14 @@ from kvtier.tiers.nvme_journal import (
     remove_old,
 )
 from kvtier.tiers.nvme_lengths import LENGTHS, JournalLengths
+from kvtier.tiers.nvme_recovery_report import RecoveryReport
 from kvtier.tiers.nvme_scan import SlabScan, is_whole, scan_slab
 from kvtier.tiers.nvme_segment import segment_name
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
 from kvtier.tiers.nvme_survivors import Happenings, Place, Survivors, survivors
+from kvtier.tiers.sealed_file import LOST_STATE
 
 __all__ = ["Base", "Recovered", "RecoveryReport", "recover", "remove_old"]
-
-#: So many segments that are gone are named; the count is of all.
-_NAMED_MAX = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryReport:
-    """How a recovery went. The counts of records are those of nvme_survivors.Survivors.
-
-    `bad_checkpoints` and `skipped` are texts, one a file or slab. `slots` were looked at in
-    `segments_scanned` segments; `damaged` of them have a header that is not what was written,
-    `misplaced` one of another place. `is_lost`: there may have been pages, and `why` none is
-    trusted.
-    """
-
-    base: Base
-    bad_checkpoints: tuple[str, ...]
-    is_lost: bool
-    why: str
-    journals: int = 0
-    entries: int = 0
-    bad_frames: int = 0
-    torn_bytes: int = 0
-    #: Of the journals: what was acknowledged and is not there any more.
-    cut: tuple[str, ...] = ()
-    cut_bytes: int = 0
-    segments_scanned: int = 0
-    #: Segments that held pages, or may have, and are not there any more.
-    gone: tuple[str, ...] = ()
-    segments_gone: int = 0
-    skipped: tuple[str, ...] = ()
-    #: Pages of devices that were away and whose pages nothing tells of any more.
-    forgotten: tuple[str, ...] = ()
-    slots: int = 0
-    damaged: int = 0
-    misplaced: int = 0
-    listed: int = 0
-    found: int = 0
-    unplaced: int = 0
-    stale: int = 0
-    dropped: int = 0
-    deleted: int = 0
-    ended: int = 0
-    superseded: int = 0
-    torn: int = 0
-
-    def counts(self) -> dict[str, int]:
-        """Every number of it by name."""
-        numbers = {part.name: getattr(self, part.name) for part in fields(self)}
-        return {name: value for name, value in numbers.items() if type(value) is int}
-
-    def warnings(self) -> list[str]:
-        """What an operator should hear of: damage, and what it cost."""
-        said = list(self.bad_checkpoints)
-        if self.is_lost:
-            said.append(f"{self.why}: no page of earlier boots is trusted")
-        if self.base is Base.OLD:
-            said.append("the checkpoint before the newest was used")
-        if self.bad_frames:
-            said.append(f"{self.bad_frames} damaged entries of the journal were left out")
-        said += [*self.forgotten, *self.cut, *self.gone[:_NAMED_MAX]]
-        if len(self.gone) > _NAMED_MAX:
-            said.append(f"{len(self.gone) - _NAMED_MAX} more segments are not there any more")
-        if self.damaged or self.misplaced:
-            said.append(f"{self.damaged + self.misplaced} records have a damaged header")
-        return said + [f"{text} (not read)" for text in self.skipped]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,8 +63,8 @@ class Recovered:
     id or one slot; parents make no loops. No generation up to `last_generation` may be used again.
     `base_number` is that of the checkpoint that was used, None for none; `next_number` is free for
     the next journal and checkpoint. `waits` are the devices that are not there, with about how many
-    pages each has: a later checkpoint has to say that it lacks them. `journal_bytes` is what the
-    journals take that were read.
+    pages each has: a later checkpoint has to say that it lacks them. So it is with those whose
+    segments could not be read, which are `unread`: their places must not be used meanwhile.
     """
 
     classes: dict[int, int]
@@ -139,9 +75,26 @@ class Recovered:
     next_number: int
     report: RecoveryReport
     waits: dict[int, int] = field(default_factory=dict)
-    journal_bytes: int = 0
+    unread: frozenset[int] = frozenset()
+    #: (fingerprint, namespace generation) above all that were present: see Survivors.
+    unborn: tuple[tuple[bytes, int], ...] = ()
     #: How many pages the checkpoint lists in each segment that is not there, of devices that are.
     unplaced: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def refusal(self) -> DirectoryError | None:
+        """Why no daemon may start with it: namespaces of the pages are newer than those that are
+        known, so that bumps since are forgotten, and their generations would be given again.
+        """
+        if not self.unborn:
+            return None
+        fingerprint, generation = self.unborn[0]
+        return DirectoryError(
+            f"NVMe holds pages of generation {generation} of namespace {fingerprint.hex()[:16]},"
+            " which the daemon directory does not know yet: its file `namespaces` is older than the"
+            " pages",
+            remedy=LOST_STATE,
+        )
 
 
 def recover(
@@ -152,16 +105,20 @@ def recover(
     slabs: Collection[int],
     segment_bytes: int,
     generations: Mapping[bytes, int],
+    generation_floor: int,
     is_expected: Callable[[int], bool] = lambda slab: True,
     present: Collection[int] | None = None,
+    unreadable: Collection[int] = (),
     threads: int = 4,
 ) -> Recovered:
     """The pages on `tier`, whose segments are `slabs`.
 
-    `generations` is the present namespace generation of each fingerprint, `threads` how many
-    segments are read at a time. A segment that cannot be read is skipped and named in the report,
-    as is one that is known and not there, if `is_expected` says that nobody gave it up. `present`
-    are the numbers of the devices that are there, with segments or without; None: all.
+    `generations` is the present namespace generation of each fingerprint, `generation_floor` the
+    highest of those that were deleted, `threads` how many segments are read at a time. A segment
+    that cannot be read is skipped and named in the report, as is one that is known and not there,
+    if `is_expected` says that nobody gave it up. `present` are the numbers of the devices that are
+    there, with segments or without; None: all. `unreadable` are slabs of them that are not among
+    `slabs` because reading them failed, which may pass.
 
     Raises DirectoryError: checkpoint or journal cannot be read, are of a version that this build
     does not know, or of another directory.
@@ -177,15 +134,23 @@ def recover(
     known = happenings.marks.keys() | base.classes.keys()
     gone = [slab for slab in sorted(known - place.slabs) if is_expected(slab)]
     unplaced = _unplaced(base, place, present)
-    scans, skipped = _scan(tier, happenings.marks, place, threads)
+    scans, skipped, failed = _scan(tier, happenings.marks, place, threads)
+    unread = failed | {slab for slab in unreadable if unplaced.get(slab)}
     while True:
-        found = survivors(base, scans, happenings, place=place, generations=generations)
+        found = survivors(
+            base,
+            scans,
+            happenings,
+            place=place,
+            generations=generations,
+            generation_floor=generation_floor,
+        )
         torn = _torn(tier, found, threads)
         if not torn:
             break
         happenings = replace(happenings, torn=happenings.torn | torn)
     return Recovered(
-        classes=_classes(base, happenings.marks, place),
+        classes=_classes(base, happenings.marks, place, but=unread),
         families=found.families,
         pages=found.pages,
         last_generation=_last_generation(chosen, base, happenings, scans),
@@ -206,17 +171,23 @@ def recover(
             forgotten=chosen.forgotten,
         ),
         unplaced=unplaced,
-        waits=_waits(chosen, happenings, present, place),
-        journal_bytes=sum(journal.good_bytes for journal in journals),
+        waits=_waits(chosen, happenings, present, place) | _counts(base, place, unread),
+        unread=unread,
+        unborn=found.unborn,
     )
 
 
-def _unplaced(base: Snapshot, place: Place, present: Collection[int] | None) -> dict[int, int]:
-    """Pages that the checkpoint lists in each segment that is not there, though its device is."""
+def _listed_in(base: Snapshot, place: Place) -> dict[int, int]:
+    """Pages that the checkpoint lists in each segment."""
     slabs, counts = np.unique(base.pages.slot // np.uint64(place.units), return_counts=True)
+    return dict(zip(slabs.tolist(), counts.tolist(), strict=True))
+
+
+def _unplaced(base: Snapshot, place: Place, present: Collection[int] | None) -> dict[int, int]:
+    """Those in segments that are not there, though their device is."""
     return {
         slab: pages
-        for slab, pages in zip(slabs.tolist(), counts.tolist(), strict=True)
+        for slab, pages in _listed_in(base, place).items()
         if slab not in place.slabs and (present is None or split_slab(slab)[0] in present)
     }
 
@@ -228,11 +199,18 @@ def _waits(
     if present is None or chosen.file is None or chosen.file.snapshot is None:
         return {}
     base = chosen.file.snapshot
-    slabs = base.pages.slot // np.uint64(place.units)
-    devices = {split_slab(slab)[0] for slab in happenings.marks.keys() | base.classes.keys()}
-    listed = Counter(split_slab(slab)[0] for slab in slabs.tolist())
-    waits = {device: listed[device] for device in devices} | chosen.waits
+    listed = _counts(base, place, happenings.marks.keys() | base.classes.keys())
+    waits = listed | chosen.waits
     return {device: pages for device, pages in waits.items() if device not in present}
+
+
+def _counts(base: Snapshot, place: Place, slabs: Collection[int]) -> dict[int, int]:
+    """The devices of these slabs, and how many pages the checkpoint lists in them."""
+    listed = _listed_in(base, place)
+    counts: Counter[int] = Counter()
+    for slab in slabs:
+        counts[split_slab(slab)[0]] += listed.get(slab, 0)
+    return dict(counts)
 
 
 def _nothing(chosen: Chosen, bad_checkpoints: tuple[str, ...]) -> Recovered:
@@ -269,8 +247,9 @@ def _happenings(journals: Sequence[JournalContents]) -> Happenings:
 
 def _scan(
     tier: TierDevice, marks: Mapping[int, int], place: Place, threads: int
-) -> tuple[list[SlabScan], tuple[str, ...]]:
-    """What lies in the marked slabs, and which could not be read."""
+) -> tuple[list[SlabScan], tuple[str, ...], frozenset[int]]:
+    """What lies in the marked slabs; why some were left out; which of these failed to be read."""
+    failed: set[int] = set()
 
     def look(slab: int) -> SlabScan | str:
         size = marks[slab]
@@ -279,13 +258,15 @@ def _scan(
         try:
             return scan_slab(tier, slab, record_bytes=size, segment_bytes=place.segment_bytes)
         except TierIOError as error:
+            failed.add(slab)
             return f"slab {slab}: {error}"
 
     wanted = sorted(place.slabs & marks.keys())
     with ThreadPoolExecutor(max(1, threads), "kvtier-recovery") as pool:
         results = list(pool.map(look, wanted))
     scans = [result for result in results if isinstance(result, SlabScan)]
-    return scans, tuple(result for result in results if isinstance(result, str))
+    skipped = tuple(result for result in results if isinstance(result, str))
+    return scans, skipped, frozenset(failed)
 
 
 def _gone_words(slab: int, pages: int) -> str:
@@ -314,11 +295,13 @@ def _torn(tier: TierDevice, found: Survivors, threads: int) -> frozenset[int]:
     )
 
 
-def _classes(base: Snapshot, marks: Mapping[int, int], place: Place) -> dict[int, int]:
+def _classes(
+    base: Snapshot, marks: Mapping[int, int], place: Place, *, but: Collection[int]
+) -> dict[int, int]:
     return {
         slab: size
         for slab, size in sorted((base.classes | dict(marks)).items())
-        if place.has_class(slab, size)
+        if place.has_class(slab, size) and slab not in but
     }
 
 

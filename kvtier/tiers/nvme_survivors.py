@@ -65,6 +65,8 @@ class Survivors:
     `superseded` or `torn` (e). `listed` and `found` are pages, by where they come from.
 
     `contested` are places in `pages`: of those there are older copies too, which (e) has left out.
+    `unborn` are the (fingerprint, namespace generation) that are not there yet, if the present ones
+    are the newest: what is said to be present is older than the pages.
     """
 
     families: tuple[tuple[bytes, int], ...]
@@ -79,6 +81,7 @@ class Survivors:
     superseded: int
     torn: int
     contested: NDArray[np.int64]
+    unborn: tuple[tuple[bytes, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,9 +139,11 @@ def survivors(
     *,
     place: Place,
     generations: Mapping[bytes, int],
+    generation_floor: int,
 ) -> Survivors:
     """The pages of a tier. `scans` are those of the marked slabs, `generations` the present
-    namespace generation of each fingerprint.
+    namespace generation of each fingerprint, `generation_floor` the highest that a namespace had
+    which was deleted.
     """
     families = _Families()
     listed, unplaced = _listed(base, happenings.marks, families, place)
@@ -180,6 +185,11 @@ def survivors(
         superseded=len(alive.slot) - len(newest.slot),
         torn=len(passed.slot) - len(alive.slot),
         contested=_places(ordered.ids, alive.take(~is_newest).ids),
+        unborn=tuple(
+            (name, number)
+            for name, number in names
+            if number > generations.get(name, generation_floor)
+        ),
     )
 
 

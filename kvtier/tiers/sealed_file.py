@@ -20,6 +20,7 @@ from kvtier.tiers.plain_file import known_remedy, open_plain, read_plain
 
 __all__ = [
     "DISCARD",
+    "LOST_STATE",
     "TEMPORARY_SUFFIX",
     "Signature",
     "read_sealed",
@@ -30,6 +31,11 @@ __all__ = [
 TEMPORARY_SUFFIX = ".tmp"
 #: The remedy for state that cannot be read any more.
 DISCARD = "start once with `kvtier serve --discard-cache` (every cached page is then a miss)"
+#: And for state without which nobody knows which pages were deleted or bumped since.
+LOST_STATE = (
+    "Start once with `kvtier serve --discard-cache` (every cached page is then a miss). Do not put"
+    " an older copy in its place: pages that were deleted or bumped since would be back."
+)
 
 _MAGIC = b"KVTSEAL\x01"
 _HEAD = struct.Struct("<8s8sQ16s")
@@ -115,5 +121,5 @@ def _sync_directory(directory: Path) -> None:
 def _corrupt(path: Path, what: str) -> DirectoryError:
     return DirectoryError(
         f"{path} is damaged: {what}",
-        remedy=f"Restore it from a copy, or {DISCARD}.",
+        remedy=LOST_STATE,
     )

@@ -20,7 +20,7 @@ from kvtier.packing.fp8_check import check_payload
 from kvtier.packing.record import HEADER_BYTES, encode_header, record_bytes
 from kvtier.tiers.crash_points import crash_point
 from kvtier.tiers.host import HostArena
-from kvtier.transfer.place import Place, Verify, load
+from kvtier.transfer.place import Place, Verify, Why, failed, load
 
 __all__ = ["Intake"]
 
@@ -164,7 +164,7 @@ class Intake:
             return True
         with reading:
             whole = load(self._arena, self._place, reading, key, check_payload=True)
-            return whole is None and self._store.condemn(reading.ref)
+            return whole is None and self._store.condemn(reading.ref, failed(Why.PUT))
 
     def _complete(self, page: _Incoming) -> None:
         self._page = None

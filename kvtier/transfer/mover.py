@@ -30,7 +30,7 @@ from kvtier.tiers.host import HostArena
 from kvtier.tiers.io_pool import IoClass, IoJob
 from kvtier.transfer.bounced import Bounced
 from kvtier.transfer.lower import Lower, MoveCode, Subject
-from kvtier.transfer.place import Copy, Identity, check, load
+from kvtier.transfer.place import Copy, Identity, Why, check, failed, load
 from kvtier.transfer.turns import Turns
 
 __all__ = ["Lower", "MoveCode", "Mover", "Subject"]
@@ -201,7 +201,7 @@ class Mover:
             whole = await asyncio.to_thread(
                 load, self._arena, page.identity, again, page.key, check_payload=True
             )
-            if whole is None and self._store.condemn(again.ref):
+            if whole is None and self._store.condemn(again.ref, failed(Why.COPY)):
                 return MoveCode.CORRUPT
         return MoveCode.GONE
 
@@ -306,9 +306,9 @@ class Mover:
                 return copy
         return None
 
-    async def condemn(self, source: Reading) -> MoveCode:
+    async def condemn(self, source: Reading, why: Why = Why.READ) -> MoveCode:
         """A copy on NVMe that failed twice: out of sight, also after a restart."""
-        is_ours = self._store.condemn(source.ref)
+        is_ours = self._store.condemn(source.ref, failed(why))
         await self._lower.forget(source.ref.generation)
         return MoveCode.CORRUPT if is_ours else MoveCode.GONE
 

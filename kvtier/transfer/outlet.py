@@ -26,7 +26,7 @@ from kvtier.tiers.host import HostArena
 from kvtier.tiers.io_pool import IoClass
 from kvtier.transfer.bounced import Bounced
 from kvtier.transfer.mover import MoveCode, Mover, Subject
-from kvtier.transfer.place import Copy, Place, Verify, load
+from kvtier.transfer.place import Copy, Place, Verify, Why, failed, load
 
 __all__ = ["Outgoing", "Outlet"]
 
@@ -203,7 +203,7 @@ class Outlet:
                     return Outgoing(GetCode.HIT, whole.header, whole.payload, Tier.HOST)
                 seen_corrupt = True
                 self.corrupt[Tier.HOST] += 1
-                self._store.condemn(held.ref)
+                self._store.condemn(held.ref, failed(Why.GET))
             held.release()
             following = self._store.acquire_next(
                 held.ref, self._place.namespace, self._place.shard, key

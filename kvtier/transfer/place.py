@@ -7,18 +7,20 @@ it. Functions without state: any thread, while the caller holds a Reading.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 
 from kvtier.core.handles import Reading
 from kvtier.core.page import PageMeta, PageRef, Tier
+from kvtier.core.quarantine import Verdict, Why
 from kvtier.errors import CorruptRecord
 from kvtier.packing.checksum import verify_payload
 from kvtier.packing.layout import Layout
 from kvtier.packing.record import HEADER_BYTES, RecordHeader, decode_header
 from kvtier.tiers.host import HostArena
 
-__all__ = ["Copy", "Identity", "Place", "Verify", "check", "load"]
+__all__ = ["Copy", "Identity", "Place", "Verify", "Why", "check", "failed", "load"]
 
 
 class Verify(IntEnum):
@@ -140,3 +142,8 @@ def _is_of(header: RecordHeader, ref: PageRef) -> bool:
     if ref.tier is Tier.NVME:
         return (header.tier, header.slot, header.generation) == (ref.tier, ref.slot, ref.generation)
     return header.ref == ref
+
+
+def failed(why: Why) -> Verdict:
+    """That of a copy which is found not to be what it should be, now."""
+    return Verdict(why, time.monotonic())

@@ -203,26 +203,34 @@ class ListQuarantineRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class QuarantinedPage(_message.Message):
-    __slots__ = ("ref", "fingerprint", "shard", "key", "length", "codec")
+    __slots__ = ("ref", "fingerprint", "shard", "key", "length", "codec", "device", "age_ms", "reason")
     REF_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     ref: _page_pb2.PageRef
     fingerprint: bytes
     shard: int
     key: bytes
     length: int
     codec: _page_pb2.Codec
-    def __init__(self, ref: _Optional[_Union[_page_pb2.PageRef, _Mapping]] = ..., fingerprint: _Optional[bytes] = ..., shard: _Optional[int] = ..., key: _Optional[bytes] = ..., length: _Optional[int] = ..., codec: _Optional[_Union[_page_pb2.Codec, str]] = ...) -> None: ...
+    device: int
+    age_ms: int
+    reason: str
+    def __init__(self, ref: _Optional[_Union[_page_pb2.PageRef, _Mapping]] = ..., fingerprint: _Optional[bytes] = ..., shard: _Optional[int] = ..., key: _Optional[bytes] = ..., length: _Optional[int] = ..., codec: _Optional[_Union[_page_pb2.Codec, str]] = ..., device: _Optional[int] = ..., age_ms: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ListQuarantineResponse(_message.Message):
-    __slots__ = ("pages",)
+    __slots__ = ("pages", "devices")
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     pages: _containers.RepeatedCompositeFieldContainer[QuarantinedPage]
-    def __init__(self, pages: _Optional[_Iterable[_Union[QuarantinedPage, _Mapping]]] = ...) -> None: ...
+    devices: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pages: _Optional[_Iterable[_Union[QuarantinedPage, _Mapping]]] = ..., devices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReadQuarantineRequest(_message.Message):
     __slots__ = ("ref",)

@@ -122,6 +122,9 @@ class TierRpcs:
                 fingerprint=bytes(32), shard=1, key=b"k" * 32, length=len(record) - 4096,
                 codec=self._d.tiers.quarantined_codec,
             )  # fmt: skip
+            if ref.tier is Tier.NVME and not self._d.tiers.is_old:
+                answer.devices[:] = ["/mnt/a"]
+                page.device, page.age_ms, page.reason = 1, 1500, "it is torn"
             page.ref.boot_id, page.ref.tier = ref.boot_id, int(ref.tier)
             page.ref.slot, page.ref.generation = ref.slot, ref.generation
         return answer

@@ -164,12 +164,14 @@ def refs(daemon):
 
 
 def test_quarantine(kv, daemon, refs):
+    told = [{}, {"device": "/mnt/a", "age_s": 1.5, "reason": "it is torn"}]
     assert kv.quarantine.list() == tuple(
         QuarantinedPage(
-            ref=ref, fingerprint=bytes(32), shard=1, key=b"k" * 32, length=8192, codec=Codec.RAW
+            ref=ref, fingerprint=bytes(32), shard=1, key=b"k" * 32, length=8192, codec=Codec.RAW,
+            **more,
         )
-        for ref in refs
-    )
+        for ref, more in zip(refs, told, strict=True)
+    )  # fmt: skip
     assert kv.quarantine.read(refs[1]) == RECORD
     assert kv.quarantine.clear([]) == 0, "no refs are not all refs"
     assert daemon.calls["clear_quarantine"] == 0

@@ -332,7 +332,7 @@ def test_condemned_copies_can_be_looked_at_and_cleared() -> None:
         reading.release()
         assert store.condemn(reading.ref)
     listed = store.survey.quarantined()
-    assert [(ref, name, length) for ref, _, _, name, length, _ in listed] == [
+    assert [(ref, name, length) for ref, _, _, name, length, *_ in listed] == [
         (refs[0], key(1), 64),
         (refs[1], key(2), 64),
     ]

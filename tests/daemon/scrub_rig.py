@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvtier.core.generations import Generations
 from kvtier.core.handles import Filling, Reading
 from kvtier.core.page import Codec, PageMeta, PageRef, PutCode, Tier
+from kvtier.core.quarantine import Why
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.store import Store
 from kvtier.core.store_config import StoreConfig
@@ -121,7 +122,7 @@ class Rig:
         check = partial(load, self.arena, identity, reading, key, check_payload=True)
         return await asyncio.to_thread(check) is not None
 
-    async def condemn(self, reading: Reading) -> bool:
+    async def condemn(self, reading: Reading, why: Why) -> bool:
         return self.store.condemn(reading.ref)
 
     def scrubber(self, *, nvme: NvmeFiles | None = None, **options) -> Scrubber:

@@ -317,3 +317,24 @@ async def test_no_new_file_is_no_reason_to_stay_offline(base: Path, number: int)
         with mock.patch.object(NvmeDevice, "probe", failing):
             await rig.come_back()
         assert os.strerror(number) in rig.health().reason
+
+
+@on_loop
+async def test_a_segment_that_is_made_while_its_device_becomes_read_only(base: Path) -> None:
+    """It is no place for pages either."""
+    async with rig_on(base) as rig:
+        with slow_to_make(rig.health().device) as gate:
+            growing = asyncio.create_task(rig.devices.grow(RECORD))
+            await asyncio.sleep(0.05)
+            error = OSError(errno.EROFS, os.strerror(errno.EROFS))
+            failed = rig.health().device.failed(TierOperation.WRITE, error)
+            rig.devices.report(rig.first_slot(0), failed)
+            assert rig.health().read_only
+            gate.set()
+            await growing
+        assert rig.granted == 1
+        assert not rig.store.room.has_free(Tier.NVME, RECORD)
+        rig.health().grow_at = 0.0
+        await rig.devices.retry()
+        assert not rig.health().read_only
+        assert rig.store.room.has_free(Tier.NVME, RECORD)

@@ -69,6 +69,8 @@ def test_damage_on_disk_is_found_condemned_and_stays_so(make_daemon, base):
         assert {page.key for page in listing.pages} == {key_of(4), key_of(9)}
         (page,) = [page for page in listing.pages if page.key == key_of(4)]
         assert page.ref.tier == NVME
+        assert listing.devices[page.device - 1] == str(disk)
+        assert page.reason == "failed its checks in a scrub or verify"
         request = admin_pb2.ReadQuarantineRequest(ref=page.ref)
         stream = raw.stream("ReadQuarantine", request, service=ADMIN)
         record = b"".join(message.data for message in stream)

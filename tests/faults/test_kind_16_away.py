@@ -4,6 +4,8 @@ are its pages, whatever was checkpointed meanwhile; what was deleted or bumped m
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from fault_rig import GetCode, Pages, warnings_of
 
@@ -132,3 +134,32 @@ def test_pages_of_a_device_that_goes_while_up_come_back_with_a_start(
     assert finds(kv, MORE) == [HIT] * len(MORE)
     if not returns:
         assert found.count(HIT) == len(NUMBERS) - 2
+
+
+def test_entries_that_are_lost_while_a_device_is_away_bring_no_page_back(
+    make_daemon, connect, base
+):
+    """The newest checkpoint knows what was deleted: what waited is given up, and named."""
+    settings = ("nvme.bytes=32MiB", "nvme.checkpoint_s=3600")
+    both = make_daemon(f"nvme.paths={base / 'a'},{base / 'b'}", *settings)
+    one = make_daemon(f"nvme.paths={base / 'b'}", *settings)
+    kv = connect(both.start())
+    puts(kv, NUMBERS)
+    kv.close()
+    both.stop()
+    kv = connect(one.start())
+    left = [number for number, code in zip(NUMBERS, finds(kv, NUMBERS), strict=True) if code is HIT]
+    kv.namespace(PAGES.layout).delete(PAGES.keys(range(20)))
+    kv.close()
+    one.stop()
+    deletes = max(one.directory.glob("journal-*"), key=lambda path: path.stat().st_size)
+    os.truncate(deletes, deletes.stat().st_size - 300)
+    wanted = [HIT if number in left and number >= 20 else MISS for number in NUMBERS]
+    kv = connect(both.start())
+    assert finds(kv, NUMBERS) == wanted
+    assert f"are lost: {deletes.name} is damaged" in warnings_of(kv)
+    kv.close()
+    both.kill()
+    newest = both.directory / "checkpoint"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert finds(connect(both.start()), NUMBERS) == wanted

@@ -25,7 +25,7 @@ def put(ns, numbers) -> int:
     return given.durable
 
 
-@pytest.mark.parametrize("removed", ["directory", "segment"])
+@pytest.mark.parametrize("removed", ["directory", "segment", "segment, for a copy"])
 def test_a_put_of_what_was_there_is_durable_or_says_no(make_daemon, connect, removed, base):
     """Also at once, before anything else has noticed; then the other device takes it."""
     a, b = base / "a", base / "b"
@@ -36,8 +36,11 @@ def test_a_put_of_what_was_there_is_durable_or_says_no(make_daemon, connect, rem
     assert segments(a)
     if removed == "directory":
         shutil.rmtree(a)
-    else:
+    elif removed == "segment":
         segments(a)[0].unlink()
+    else:
+        shutil.copy(segments(a)[0], base / "copy")
+        (base / "copy").replace(segments(a)[0])
     assert put(ns, NUMBERS) == len(NUMBERS)
     online = {device.path: device.is_online for device in kv.status().devices}
     assert online == {str(a): False, str(b): True}

@@ -72,6 +72,19 @@ def test_what_was_taken_is_written_anew_before_anything_is_durable(make_daemon, 
     assert warnings_of(connect(daemon)) == ""
 
 
+def test_a_bump_is_answered_when_a_start_can_find_it(make_daemon, connect):
+    """In a directory without one of its files no daemon starts."""
+    daemon = make_daemon(*SETTINGS).start()
+    kv = connect(daemon)
+    PAGES.put(kv.namespace(PAGES.layout), BEFORE)
+    remove("state/generations", "state/geometry")(daemon.base)
+    kv.bump_namespace(PAGES.layout)
+    daemon.kill()
+    daemon.start()
+    ns = connect(daemon).namespace(PAGES.layout)
+    assert PAGES.get(ns, BEFORE) == [MISS] * len(BEFORE)
+
+
 def test_the_name_of_a_device_is_written_again(make_daemon, connect):
     daemon = make_daemon(*SETTINGS).start()
     ns = connect(daemon).namespace(PAGES.layout)
@@ -105,7 +118,7 @@ def test_without_its_directory_nothing_is_durable(make_daemon, connect, hurt):
     flushed = kv.flush()
     assert (flushed.pages, flushed.pages_lost) == (0, len(BEFORE) + len(MORE))
     assert "is not the directory that this daemon has locked" in warnings_of(kv)
-    assert "remedy: Put it back, or stop this daemon" in warnings_of(kv)
+    assert "remedy: Put it back, or restart this daemon" in warnings_of(kv)
     assert daemon.log.count("nvme.journal_failed") == 1
     assert PAGES.get(ns, MORE) == [HIT] * len(MORE)  # the cache goes on
 

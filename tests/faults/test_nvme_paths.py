@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from fault_rig import GetCode, Pages, newest, records, refused, tier_of, warnings_of
 
+from kvtier.cli import main
+
 HIT, MISS = GetCode.HIT, GetCode.MISS
 PAGES = Pages(60 << 10)
 #: More than a segment, so that both devices have some.
@@ -159,6 +161,59 @@ def test_an_old_copy_in_place_of_its_device_brings_no_old_page_back(
         PAGES.get(ns, rewritten, version=2)  # fails if a hit has bytes of before
         untouched = [n for n in NUMBERS if n not in (*deleted, *rewritten)]
         assert PAGES.get(ns, untouched).count(HIT) >= len(untouched) - 2
+
+
+def test_a_geometry_that_is_missing_stops_the_start_by_name(make_daemon, connect, base, capsys):
+    daemon = make_daemon().start()
+    with connect(daemon) as kv:
+        PAGES.put(kv.namespace(PAGES.layout), [1])
+    daemon.kill()
+    (base / "state" / "geometry").unlink()
+    said = refused(daemon)
+    assert "geometry is missing although" in said
+    assert "--discard-cache" in said
+    assert main(["fsck", str(base / "state")]) == 3
+    assert "the file geometry is missing" in capsys.readouterr().out
+    with connect(daemon.start("--discard-cache")) as kv:
+        assert PAGES.get(kv.namespace(PAGES.layout), [1]) == [MISS]
+
+
+@pytest.mark.parametrize("what", ["bumped", "made", "deleted and made"])
+def test_namespaces_older_than_the_pages_stop_the_start_by_name(
+    make_daemon, connect, base, capsys, what
+):
+    """What was bumped since would be back, and the next bump would give its generation again."""
+    daemon = make_daemon().start()
+    file = base / "state" / "namespaces"
+    with connect(daemon) as kv:
+        if what != "made":
+            ns = kv.namespace(PAGES.layout)
+            PAGES.put(ns, [1, 2])
+        saved = file.read_bytes()
+        if what == "bumped":
+            ns.bump()
+        elif what == "deleted and made":
+            kv.delete_namespace(PAGES.layout)
+        PAGES.put(kv.namespace(PAGES.layout), [3])
+    daemon.kill()
+    newer = file.read_bytes()
+    assert newer != saved
+    file.write_bytes(saved)
+
+    said = refused(daemon)
+    assert "its file `namespaces` is older than the pages" in said
+    assert "--discard-cache" in said
+    assert "Do not put an older copy in its place" in said
+    assert main(["fsck", str(base / "state")]) == 3
+    assert "its file `namespaces` is older than the pages" in capsys.readouterr().out
+
+    file.write_bytes(newer)
+    with connect(daemon.start()) as kv:
+        assert PAGES.get(kv.namespace(PAGES.layout), [1, 2, 3]) == [MISS, MISS, HIT]
+    daemon.kill()
+    file.write_bytes(saved)
+    with connect(daemon.start("--discard-cache")) as kv:
+        assert PAGES.get(kv.namespace(PAGES.layout), [1, 2, 3]) == [MISS, MISS, MISS]
 
 
 def test_generations_older_than_the_pages_stop_the_start_by_name(make_daemon, connect, base):

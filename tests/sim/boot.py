@@ -27,10 +27,11 @@ from kvtier.testing.faulty_tier import Fault
 from kvtier.testing.listing_book import ListingBook
 from kvtier.tiers.base import TierDevice
 from kvtier.tiers.host import HostArena
-from kvtier.tiers.nvme_geometry import slab_number
+from kvtier.tiers.nvme_geometry import slab_number, split_slab
 from kvtier.tiers.nvme_recovery import Recovered, recover
 from kvtier.transfer.mover import MoveCode, Mover
 from kvtier.transfer.place import Identity, check
+from tests.sim.away import Away
 from tests.sim.oracle import Oracle, Space
 from tests.sim.scheduler import Scheduler
 from tests.sim.sim_disk import DIRECTORY_ID, BootFiles, StateDisk
@@ -70,6 +71,7 @@ class Machine:
     disk: StateDisk
     device: SimDevice
     directory: Path
+    away: Away
     boots: int = 0
 
 
@@ -110,6 +112,7 @@ class Boot:
         machine.boots += 1
         setting = machine.setting
         self.machine = machine
+        self.absent = machine.away.absent
         self.oracle = oracle
         self.rng = rng
         self.scheduler = Scheduler(rng)
@@ -121,6 +124,7 @@ class Boot:
             numbers = [
                 slab_number(device, local)
                 for device, count in enumerate(setting.segments_max)
+                if device not in self.absent
                 for local in range(count)
             ]
             tiers[Tier.NVME] = SlabAllocator(slab_bytes=SEGMENT_BYTES, numbers=numbers)
@@ -151,12 +155,16 @@ class Boot:
         if self.nvme is None:
             return
         recovered = self._recovered()
+        assert recovered.refusal is None
         self._load(recovered)
         began(recovered)
+        self.nvme.durability.wait_for(recovered.waits)
         self.nvme.files.failing = 0.0  # a daemon that cannot begin a journal does not start
         await self.nvme.durability.begin(
             recovered.next_number, has_base=recovered.base_number is not None
         )
+        if recovered.report.forgotten:
+            await self.nvme.durability.checkpoint(both=True)
         self.nvme.files.failing = self.machine.setting.refusing
 
     @property
@@ -182,16 +190,22 @@ class Boot:
             found[space, key] = None if copy is None else bytes(copy.payload)
         return found
 
-    def sealed_on_nvme(self) -> dict[tuple[Space, bytes], int]:
-        """The generation of every page that can be found there now, and will be tomorrow."""
+    def sealed_on_nvme(self) -> dict[tuple[Space, bytes], tuple[int, int]]:
+        """(generation, device) of every page that can be found there now, and will be tomorrow."""
         table, allocator = self.store._table, self.store._residents.allocators[Tier.NVME]
         sealed = {}
         for row in self.store.survey.sealed_rows(Tier.NVME).tolist():
-            is_lasting = allocator.is_granted(allocator.slab_of(table.slot[row]))
+            slab = allocator.slab_of(table.slot[row])
+            is_lasting = allocator.is_granted(slab)
             if is_lasting and self.registry.name_of(table.namespace[row]) is not None:
                 space = self.oracle.space_of(table.namespace[row], table.shard[row])
-                sealed[space, table.key(row)] = table.generation[row]
+                sealed[space, table.key(row)] = table.generation[row], split_slab(slab)[0]
         return sealed
+
+    def going(self, device: int) -> None:
+        """It is about to be taken offline: what is on it waits for a start that finds it."""
+        sealed = self.sealed_on_nvme().items()
+        self.machine.away.went(item for item in sealed if item[1][1] == device)
 
     def withdrawn(self) -> None:
         """A device has gone: what was only there need not be found in this boot."""
@@ -238,6 +252,9 @@ class Boot:
             chances=setting.chances,
             hurt=self.oracle.hurt,
             withdrawn=self.withdrawn,
+            going=self.going,
+            returned=lambda device: machine.away.drop([device]),
+            absent=self.absent,
         )
         machine.device.faulty._sleep = lower.slow_down
         mover = Mover(self.store, self.arena, lower, codec=Codec.RAW)  # type: ignore[arg-type]
@@ -276,16 +293,25 @@ class Boot:
             machine.directory,
             directory_id=DIRECTORY_ID,
             tier=tier,
-            slabs=machine.disk.segments,
+            slabs=self._segments(),
+            present=[n for n in range(len(machine.setting.segments_max)) if n not in self.absent],
             segment_bytes=SEGMENT_BYTES,
             generations={f.identity.fingerprint: f.generation for f in self.registry.families()},
+            generation_floor=self.registry.generation_floor,
             threads=1,
         )
+
+    def _segments(self) -> set[int]:
+        """Of the devices that are there."""
+        return {
+            slab for slab in self.machine.disk.segments if split_slab(slab)[0] not in self.absent
+        }
 
     def _load(self, recovered: Recovered) -> None:
         assert self.nvme is not None
         assert recovered.last_generation <= self.machine.disk.generation_bound, "a spent generation"
-        self.nvme.lower.adopt(sorted(self.machine.disk.segments))
+        self.nvme.lower.adopt(sorted(self._segments() - recovered.unread))
+        self.nvme.lower.spared = recovered.unread
         numbers = {
             (family.identity.fingerprint, family.generation): family.number
             for family in self.registry.families()

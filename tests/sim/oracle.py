@@ -62,6 +62,8 @@ class Counts:
     demanded: int = 0  # of them those that had to be found
     ghosts: int = 0  # pages found that were damaged or had given way before
     lost: int = 0  # restarts without a checkpoint that could be used
+    without: int = 0  # boots without a device
+    back: int = 0  # pages that came back with their device, as they had to
 
     def add(self, other: Counts) -> None:
         for name in self.__slots__:
@@ -83,6 +85,10 @@ class Space:
     live: dict[bytes, int] = field(default_factory=dict)
     kept: dict[bytes, set[int]] = field(default_factory=dict)
     must: dict[bytes, int] = field(default_factory=dict)
+    #: (generation, device) of pages whose device is away, and which come back with it.
+    waiting: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    #: Pages that have ever waited: there can be copies of two versions, and the newest one counts.
+    several: set[bytes] = field(default_factory=set)
     log: list[tuple[bytes, int]] = field(default_factory=list)  # everything stored in this boot
     flips: Counter[bytes] = field(default_factory=Counter)  # bits flipped in memory
     hurt: set[bytes] = field(default_factory=set)  # pages damaged on the device
@@ -148,6 +154,7 @@ class Oracle:
         if key in space.must and key not in space.hurt:
             raise self.broken(f"{space.page(key)} was durable, and a put finds nothing there")
         space.must.pop(key, None)
+        space.waiting.pop(key, None)
         space.hurt.discard(key)
         space.live[key] = version
         space.kept.setdefault(key, set()).add(version)
@@ -172,6 +179,7 @@ class Oracle:
         for key in keys:
             space.live.pop(key, None)
             space.must.pop(key, None)
+            space.waiting.pop(key, None)
             space.disturbed[key] += 1
             doomed[key] = set(space.kept.get(key, ()))
         return doomed
@@ -212,6 +220,7 @@ class Oracle:
         space = self.space_of(namespace, shard)
         space.hurt.add(key)
         space.must.pop(key, None)
+        space.waiting.pop(key, None)
 
     # -- gets ------------------------------------------------------------------------------------
 
@@ -275,16 +284,23 @@ class Oracle:
         raise self.wrong(f"{space.page(key)}: it was deleted or nobody put it, and came back")
 
     def judge_restart(
-        self, found: dict[tuple[Space, bytes], int], demanded: dict[tuple[Space, bytes], int]
+        self,
+        found: dict[tuple[Space, bytes], int],
+        demanded: dict[tuple[Space, bytes], int],
+        back: Iterable[tuple[Space, bytes]],
     ) -> None:
         """`found` is the version of each page that a restart has found whole, `demanded` what
-        must be there."""
+        must be there, `back` what must be in any version, as its device is there again."""
+        for space, key in back:
+            if (space, key) not in found:
+                raise self.broken(f"{space.page(key)} did not come back with its device")
+            self.counts.back += 1
         for (space, key), version in demanded.items():
             if key in space.hurt or space.is_ended:
                 continue
             if (space, key) not in found:
                 raise self.broken(f"{space.page(key)} was durable and did not come back")
-            if found[space, key] != version:
+            if found[space, key] != version and key not in space.several:
                 raise self.broken(f"{space.page(key)} came back as an older version")
             self.counts.demanded += 1
         self.counts.recovered += len(found)

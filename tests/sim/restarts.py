@@ -11,6 +11,7 @@ import random
 from enum import Enum, auto
 
 from kvtier.tiers.nvme_recovery import Recovered
+from tests.sim.away import Away
 from tests.sim.boot import Boot, Machine
 from tests.sim.oracle import Oracle, Space
 
@@ -25,8 +26,10 @@ class Ending(Enum):
 
 
 class Restarts:
-    def __init__(self, oracle: Oracle, rng: random.Random) -> None:
+    def __init__(self, oracle: Oracle, rng: random.Random, away: Away) -> None:
         self._oracle = oracle
+        self._away = away
+        self._where: dict[tuple[Space, bytes], tuple[int, int]] = {}
         self._rng = rng
         self._demanded: dict[tuple[Space, bytes], int] = {}
         self._is_damaged = False  # a checkpoint, before the start
@@ -35,6 +38,9 @@ class Restarts:
         """What a machine with an NVMe tier keeps of the boot."""
         assert boot.nvme is not None
         self._demanded = self._sealed(boot, only_safe=ending is Ending.POWER_CUT)
+        self._away.drop(boot.nvme.durability.given_up)
+        if ending is Ending.POWER_CUT:
+            self._away.power_cut()
         device, disk = boot.machine.device, boot.machine.disk
         if ending is not Ending.STOP:
             device.is_ending = True
@@ -69,9 +75,18 @@ class Restarts:
         is_lost = recovered.report.is_lost
         oracle.counts.ghosts += len(bad)
         oracle.counts.lost += is_lost
-        is_excused = is_lost and self._is_damaged
+        # Pages of a device that was away are in one checkpoint only, until the next one is written.
+        is_excused = (is_lost or bool(recovered.report.forgotten)) and self._is_damaged
         is_excused |= bool(recovered.report.skipped) or boot.machine.setting.reads_faults
-        oracle.judge_restart(found, {} if is_excused else self._demanded)
+        absent = self._away.absent
+        oracle.counts.without += bool(absent)
+        gone = {page for page, (_, device) in self._where.items() if device in absent}
+        demanded = {page: v for page, v in self._demanded.items() if page not in gone}
+        self._away.went((page, self._where[page]) for page in gone & self._demanded.keys())
+        if is_lost or recovered.report.forgotten:
+            self._away.drop()
+        back = self._away.back()
+        oracle.judge_restart(found, *(({}, []) if is_excused else (demanded, back)))
         for space, key in bad:
             space.hurt.add(key)
 
@@ -82,8 +97,8 @@ class Restarts:
             for key in space.must:
                 if (space, key) not in sealed:
                     raise oracle.broken(f"{space.page(key)} was durable, and is gone")
-        demanded = {}
-        for (space, key), generation in sealed.items():
+        demanded, self._where = {}, sealed
+        for (space, key), (generation, _) in sealed.items():
             if space.is_ending or key in space.hurt:
                 continue
             if key not in space.live:

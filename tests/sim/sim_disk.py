@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from kvtier.errors import DirectoryError
 from kvtier.tiers.nvme_checkpoint import CHECKPOINT, CHECKPOINT_OLD, encode_checkpoint
 from kvtier.tiers.nvme_frames import Entry, encode_frame, encode_head, frame_seed
 from kvtier.tiers.nvme_snapshot import Snapshot
+from kvtier.tiers.nvme_state import padded
 from tests.sim.scheduler import Scheduler
 
 __all__ = ["BootFiles", "SimJournal", "StateDisk"]
@@ -46,9 +47,12 @@ class JournalImage:
 
 @dataclass(slots=True)
 class CheckpointImage:
+    """`waits`: it lacks the pages of a device."""
+
     number: int
     content: bytes
     is_whole: bool = True
+    waits: bool = False
 
 
 #: (checkpoint, checkpoint.old)
@@ -119,7 +123,7 @@ class StateDisk:
             return False
         content = bytearray(image.content)
         content[rng.randrange(_CHECKPOINT_HEAD_BYTES, len(content))] ^= 1 << rng.randrange(8)
-        views[0 if newest else 1] = CheckpointImage(image.number, bytes(content), is_whole=False)
+        views[0 if newest else 1] = replace(image, content=bytes(content), is_whole=False)
         self.views = [(views[0], views[1])]
         return True
 
@@ -175,11 +179,14 @@ class BootFiles:
         await self.scheduler.pause()
         self.refuse_sometimes("the checkpoint")
         newest, old = disk.views[-1]
-        if newest is not None and newest.is_whole:
+        # The last one that has the pages of devices that are away stays where it is.
+        is_awaited = old is not None and old.is_whole
+        if newest is not None and newest.is_whole and not (newest.waits and is_awaited):
             disk.views.append((None, newest))
             old = newest
             await self.scheduler.pause()
-        disk.views.append((CheckpointImage(number, content), old))
+        image = CheckpointImage(number, content, waits=bool(snapshot.waits))
+        disk.views.append((image, old))
         await self.scheduler.pause()
         disk.sync_names()
         await self.scheduler.pause()
@@ -192,7 +199,11 @@ class BootFiles:
             await self.scheduler.pause()
             self.disk.unlinked[number] = self.disk.journals.pop(number)
 
-    async def amiss(self, journal: object, *, only_journal: bool) -> None:
+    async def older_bytes(self) -> int:
+        sizes = [len(image.content) for _, image in sorted(self.disk.journals.items())]
+        return sum(padded(size, 4096) for size in sizes[:-1])
+
+    async def amiss(self) -> None:
         """Nobody takes files away here."""
 
     def refuse_sometimes(self, what: str) -> None:

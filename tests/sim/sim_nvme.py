@@ -11,7 +11,7 @@ import asyncio
 import errno
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -85,11 +85,17 @@ class SimLower:
         chances: Chances,
         hurt: Callable[[Name], None],
         withdrawn: Callable[[], None],
+        going: Callable[[int], None],
+        returned: Callable[[int], None],
+        absent: Collection[int],
     ) -> None:
         self.tier = device
         self.scheduler = scheduler
         self.jobs: list[SimJob[Any]] = []
-        self.health = [Health(segments_max=count) for count in segments_max]
+        self.health = [
+            Health(segments_max=count, online=number not in absent)
+            for number, count in enumerate(segments_max)
+        ]
         self.timeouts = 0
         self.offline_times = 0
         self.forgotten: Counter[bool] = Counter()
@@ -100,6 +106,10 @@ class SimLower:
         self.chances = chances
         self._hurt = hurt
         self._withdrawn = withdrawn
+        self._going = going
+        self._returned = returned
+        self._absent = absent  # in this boot
+        self.spared: Collection[int] = ()  # segments that a start could not read
         self._growing = asyncio.Lock()
         self._is_slow = False
 
@@ -177,6 +187,7 @@ class SimLower:
         health = self.health[number]
         if not health.online:
             return
+        self._going(number)
         health.online, health.failures = False, 0
         self.offline_times += 1
         for job in [job for job in self.jobs if _device(job.slot) == number]:
@@ -185,7 +196,10 @@ class SimLower:
             else:
                 health.stuck.append(job)
         slabs = [slab_number(number, local) for local in sorted(health.segments)]
-        health.lost.append(self._store.room.close(Tier.NVME, slabs))
+        lost = self._store.room.close(Tier.NVME, slabs)
+        health.lost.append(lost)
+        if len(lost):
+            self._durability.wait_for({number: len(lost)})
         health.segments.clear()
         self._withdrawn()
 
@@ -199,11 +213,12 @@ class SimLower:
 
     def retry(self) -> None:
         """Devices come back, and have room again."""
-        for health in self.health:
+        for number, health in enumerate(self.health):
             health.has_no_room = False
             health.stuck = [job for job in health.stuck if not job.done]
-            if not (health.online or health.stuck):
+            if not (health.online or health.stuck or number in self._absent):
                 health.online, health.failures = True, 0
+                self._returned(number)
 
     def _next_to_grow(self) -> int | None:
         able = [
@@ -236,7 +251,8 @@ class SimLower:
         health = self.health[number]
         for local in range(health.segments_max):
             slab = slab_number(number, local)
-            if local not in health.segments and self._store.room.can_grant(Tier.NVME, slab):
+            is_taken = local in health.segments or slab in self.spared
+            if not is_taken and self._store.room.can_grant(Tier.NVME, slab):
                 return local
         return None
 
@@ -280,6 +296,8 @@ class SimLower:
         faulty = self.tier.faulty
         for slot, data, _ in faulty._delayed:
             self._hurt_at(slot, len(data) // SLOT_BYTES)
+            if not self.health[_device(slot)].online:
+                self._returned(_device(slot))  # nobody knows whose it is there
         faulty.land()
 
     def _hurt_at(self, slot: int, units: int) -> None:

@@ -151,7 +151,7 @@ def test_a_slot_reused_while_a_late_write_is_under_way_is_found(
         self.target.abandon()
 
     monkeypatch.setattr(Movement, "strand", give_back)
-    failures(range(15, 55))
+    failures(range(42, 82))
 
 
 # -- what a restart has to find, and what not ----------------------------------------------------
@@ -185,7 +185,7 @@ def test_a_torn_copy_in_the_way_of_a_whole_one_is_found(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Turns, "of", at_once)
     monkeypatch.setattr(nvme_recovery, "is_whole", lambda *_, **__: True)
-    failures(range(71, 136), of="did not come back")
+    failures(range(135, 200), of="did not come back")
 
 
 def test_a_bump_that_is_not_saved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,3 +195,9 @@ def test_a_bump_that_is_not_saved_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(StateDisk, "save_namespaces", save)
     failures(range(2, 30), of="was bumped and is back")
+
+
+def test_pages_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that does not say what it lacks takes the place of the one that has it."""
+    monkeypatch.setattr(Durability, "wait_for", lambda self, waits: None)
+    failures(range(12, 30), of="did not come back with its device")

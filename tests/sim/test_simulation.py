@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 import pytest
 
 from tests.sim.world import World, run_seeds
 
 STEPS = 1200
+#: Of the long run, in so many parts.
+SEEDS, CHUNKS = 400, 8
+FIRST_SEED = 1_000_000
 
 
 @pytest.mark.timeout(240)
 def test_seeds() -> None:
-    counts = run_seeds(range(16), STEPS)
+    counts = run_seeds(range(20), STEPS)
     # Also that the run has seen enough of everything to mean something.
     assert counts.stored > 1000
     assert counts.stored_local > 100
@@ -30,14 +34,30 @@ def test_seeds() -> None:
     assert counts.checkpoints > 100
     assert min(counts.kills, counts.power_cuts, counts.stops) > 10
     assert counts.demanded > 300
+    assert counts.without > 10
+    assert counts.back > 20
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_a_thousand_seeds() -> None:
-    seeds = int(os.environ.get("KVTIER_SIM_SEEDS", "1000"))
-    counts = run_seeds(range(1_000_000, 1_000_000 + seeds), STEPS)
-    sys.stderr.write(f"{seeds} seeds from 1000000: {counts}\n")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_many_seeds(chunk: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Says how far it is: a seed that takes long, or never ends, has a name."""
+    seeds = -(-int(os.environ.get("KVTIER_SIM_SEEDS", str(SEEDS))) // CHUNKS)
+    first = FIRST_SEED + chunk * seeds
+    began = time.monotonic()
+
+    def tell(seed: int) -> None:
+        done = seed - first + 1
+        if done % 10 == 0 or done == seeds:
+            say(f"{done} of {seeds} seeds from {first}, {time.monotonic() - began:.0f} s")
+
+    def say(words: str) -> None:
+        with capfd.disabled():
+            sys.stderr.write(f"\nsimulation {chunk + 1}/{CHUNKS}: {words}")
+
+    counts = run_seeds(range(first, first + seeds), STEPS, tell=tell)
+    say(f"{counts}\n")
     assert counts.corrupt > 0
     assert counts.demanded > 0
 

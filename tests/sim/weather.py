@@ -70,7 +70,8 @@ class Weather:
             disk.refuses_names = not disk.refuses_names
 
     def _synced(self) -> None:
-        self._boot.oracle.safe |= set(self._boot.sealed_on_nvme().values())
+        sealed = self._boot.sealed_on_nvme().values()
+        self._boot.oracle.safe |= {generation for generation, _ in sealed}
 
     def _flip_a_bit_in_memory(self) -> None:
         boot, rng = self._boot, self._rng

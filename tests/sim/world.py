@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import random
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kvtier.packing.layout import Layout, Role, ScaleRule, Segment
 from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.transfer.place import Place
+from tests.sim.away import Away
 from tests.sim.boot import Boot, Machine
 from tests.sim.clients import Clients
 from tests.sim.crashes import CrashLog, no_longer_than
@@ -62,7 +63,9 @@ class World:
         )
         self._device = SimDevice(faulty, self.rng)
         self._disk = StateDisk()
-        self._restarts = Restarts(self.oracle, self.rng)
+        devices = len(self.setting.segments_max) if self.setting.has_nvme else 0
+        self._away = Away(self.oracle, devices=devices, seed=seed)
+        self._restarts = Restarts(self.oracle, self.rng, self._away)
         self._left = 0
         # The books are what takes most of the time: some seeds look at them after every step.
         self._check_every = 1 if seed % 8 == 0 else 8
@@ -83,7 +86,8 @@ class World:
         self._left = steps
         try:
             with tempfile.TemporaryDirectory() as path, CrashLog() as crashes:
-                machine = Machine(self.setting, self._disk, self._device, Path(path))
+                where = Path(path)
+                machine = Machine(self.setting, self._disk, self._device, where, self._away)
                 while self._run_boot(machine, crashes) is not Ending.OVER:
                     pass
                 if self.setting.has_nvme:  # once more, to see what is left
@@ -99,6 +103,7 @@ class World:
     # -- one boot --------------------------------------------------------------------------------
 
     def _run_boot(self, machine: Machine, crashes: CrashLog) -> Ending:
+        self._away.next_boot()
         boot = Boot(machine, self.oracle, self.rng)
         loop = boot.scheduler.loop
         loop.set_exception_handler(crashes.in_loop)
@@ -238,11 +243,14 @@ def _opaque_layout(model: str, size: int) -> Layout:
     )
 
 
-def run_seeds(seeds: Iterable[int], steps: int) -> Counts:
-    """Runs each seed; what all of them together have done."""
+def run_seeds(
+    seeds: Iterable[int], steps: int, *, tell: Callable[[int], None] = lambda seed: None
+) -> Counts:
+    """Runs each seed and tells of it when it has ended; what all of them together have done."""
     total = Counts()
     for seed in seeds:
         world = World(seed)
         world.run(steps)
         total.add(world.counts)
+        tell(seed)
     return total

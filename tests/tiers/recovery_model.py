@@ -234,6 +234,7 @@ class World:
             "slabs": SLABS,
             "segment_bytes": SEGMENT_BYTES,
             "generations": self.generations,
+            "generation_floor": 0,
             "threads": 1,
         }
         return recover(self.directory, **(fields | changes))

@@ -160,6 +160,7 @@ def test_a_new_directory_is_empty(tmp_path, world):
         slabs=(),
         segment_bytes=SEGMENT_BYTES,
         generations={},
+        generation_floor=0,
     )
     assert len(recovered.pages) == 0
     assert (recovered.base_number, recovered.next_number) == (None, 1)

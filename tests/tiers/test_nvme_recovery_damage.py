@@ -224,6 +224,10 @@ def test_a_segment_that_cannot_be_read_is_skipped_and_named(world):
     assert recovered.report.segments_scanned == 1
     (words,) = recovered.report.skipped
     assert words.startswith(f"slab {slabs[0]}: nvme tier: read failed")
+    # Its page waits for a start that can read it, in a place that nobody uses until then.
+    assert recovered.unread == {slabs[0]}
+    assert recovered.waits == {0: 0}, "no checkpoint lists it: its number is not known"
+    assert set(recovered.classes) == {slabs[1]}
     assert any(words in said for said in recovered.report.warnings())
 
 

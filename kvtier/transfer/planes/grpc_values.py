@@ -95,6 +95,9 @@ def progress_from_proto(report: pb.VerifyProgress) -> VerifyProgress:
 
 
 def quarantine_from_proto(answer: pb.ListQuarantineResponse) -> tuple[QuarantinedPage, ...]:
+    def is_named(device: int) -> bool:
+        return 0 < device <= len(answer.devices)
+
     return tuple(
         QuarantinedPage(
             ref=PageRef(page.ref.boot_id, tier, page.ref.slot, page.ref.generation),
@@ -103,6 +106,9 @@ def quarantine_from_proto(answer: pb.ListQuarantineResponse) -> tuple[Quarantine
             key=page.key,
             length=page.length,
             codec=codec,
+            device=answer.devices[page.device - 1] if is_named(page.device) else "",
+            age_s=page.age_ms / 1000 if page.age_ms else None,
+            reason=page.reason,
         )
         for page in answer.pages
         for tier in _known(Tier, [page.ref.tier])

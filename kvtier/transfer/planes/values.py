@@ -240,7 +240,10 @@ class Residency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantinedPage:
-    """A copy that failed its checks and is kept to be looked at. `length` is payload bytes."""
+    """A copy that failed its checks and is kept to be looked at. `length` is payload bytes;
+    `device` the directory of an NVMe device or "", `age_s` seconds since it was condemned (None:
+    not known), `reason` for people, or "".
+    """
 
     ref: PageRef
     fingerprint: bytes
@@ -248,6 +251,9 @@ class QuarantinedPage:
     key: bytes
     length: int
     codec: Codec
+    device: str = ""
+    age_s: float | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
