@@ -1,7 +1,7 @@
 """`kvtier quarantine`: copies that failed their checks, as a running daemon keeps them.
 
 They are never served. They end with the daemon, or when their slots are needed. `list` prints one
-line a copy: REF (tier:slot:generation), when it was found (UTC), on which device, of which page,
+line a copy: REF (tier:slot:generation), how long ago it was found, on which device, of which page,
 and why. `export` writes the record as it lies (4 KiB of header block, then the payload). `clear`
 frees the slots of those named, or of all.
 """
@@ -13,7 +13,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -90,7 +89,7 @@ def _list(arguments: argparse.Namespace) -> int:
                 "bytes": page.length,
                 "codec": page.codec.name.lower(),
                 "device": page.device,
-                "condemned_at": _moment(page) or None,
+                "age_seconds": page.age_s,
                 "reason": page.reason,
             }
             for page in pages
@@ -100,7 +99,7 @@ def _list(arguments: argparse.Namespace) -> int:
     rows = [
         (
             _text(_name(page.ref)),
-            _moment(page) or "-",
+            _ago(page),
             page.device or "-",
             page.fingerprint.hex()[:16],
             str(page.shard),
@@ -115,15 +114,8 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _moment(page: QuarantinedPage) -> str:
-    """When it was condemned, by the clock of this machine; "" if that is not known."""
-    if page.age_s is None:
-        return ""
-    try:
-        moment = datetime.now(UTC) - timedelta(seconds=page.age_s)
-    except OverflowError:  # no daemon is that old
-        return ""
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+def _ago(page: QuarantinedPage) -> str:
+    return "-" if page.age_s is None else f"{page.age_s:.0f}s ago"
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -136,19 +137,10 @@ def recover(
     unplaced = _unplaced(base, place, present)
     scans, skipped, failed = _scan(tier, happenings.marks, place, threads)
     unread = failed | {slab for slab in unreadable if unplaced.get(slab)}
-    while True:
-        found = survivors(
-            base,
-            scans,
-            happenings,
-            place=place,
-            generations=generations,
-            generation_floor=generation_floor,
-        )
-        torn = _torn(tier, found, threads)
-        if not torn:
-            break
-        happenings = replace(happenings, torn=happenings.torn | torn)
+    rule = partial(
+        survivors, place=place, generations=generations, generation_floor=generation_floor
+    )
+    found = _found(tier, lambda happened: rule(base, scans, happened), happenings, threads)
     return Recovered(
         classes=_classes(base, happenings.marks, place, but=unread),
         families=found.families,
@@ -175,6 +167,21 @@ def recover(
         unread=unread,
         unborn=found.unborn,
     )
+
+
+def _found(
+    tier: TierDevice,
+    rule: Callable[[Happenings], Survivors],
+    happenings: Happenings,
+    threads: int,
+) -> Survivors:
+    """By the rule, with what is not whole taken for torn: until no page has to make way."""
+    while True:
+        found = rule(happenings)
+        torn = _torn(tier, found, threads)
+        if not torn:
+            return found
+        happenings = replace(happenings, torn=happenings.torn | torn)
 
 
 def _listed_in(base: Snapshot, place: Place) -> dict[int, int]:

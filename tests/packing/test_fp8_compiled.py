@@ -215,7 +215,9 @@ def said(call, page, data) -> str:
 
 
 def test_other_threads_run_while_pages_are_packed():
-    """No thread is made to give way here: the one that counts runs only while a kernel does."""
+    """No thread is made to give way here: the one that counts runs only while a kernel does. On a
+    busy machine it may not come to a core in that time: then once more.
+    """
     warm_up()
     page = layout(segment(layers=8, heads=8, dim=128), page_tokens=1024)
     raw = bytes(page.raw_bytes)
@@ -233,19 +235,25 @@ def test_other_threads_run_while_pages_are_packed():
         unpack(page, payload)
         seen += [between - before, counted[0] - between]
 
-    results: list[list[int]] = [[], []]
-    workers = [threading.Thread(target=work, args=(seen,)) for seen in results]
+    def all_seen() -> list[int]:
+        results: list[list[int]] = [[], []]
+        workers = [threading.Thread(target=work, args=(seen,)) for seen in results]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return [progress for seen in results for progress in seen]
+
     counter = threading.Thread(target=count)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     try:
         counter.start()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        tries = [all_seen()]
+        while not all(tries[-1]) and len(tries) < 5:
+            tries.append(all_seen())
     finally:
         done.set()
         counter.join()
         sys.setswitchinterval(interval)
-    assert all(progress > 0 for seen in results for progress in seen), results
+    assert all(tries[-1]), tries
