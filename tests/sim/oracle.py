@@ -92,6 +92,7 @@ class Space:
     log: list[tuple[bytes, int]] = field(default_factory=list)  # everything stored in this boot
     flips: Counter[bytes] = field(default_factory=Counter)  # bits flipped in memory
     hurt: set[bytes] = field(default_factory=set)  # pages damaged on the device
+    hurts: Counter[bytes] = field(default_factory=Counter)  # how often, also if stored anew since
     disturbed: Counter[bytes] = field(default_factory=Counter)  # deletes and withdrawals
 
     @property
@@ -114,6 +115,7 @@ class Window:
     flips: dict[bytes, int]
     must: dict[bytes, int]
     hurt: set[bytes]
+    hurts: dict[bytes, int]
     disturbed: dict[bytes, int]
 
 
@@ -219,6 +221,7 @@ class Oracle:
         namespace, shard, key = name
         space = self.space_of(namespace, shard)
         space.hurt.add(key)
+        space.hurts[key] += 1
         space.must.pop(key, None)
         space.waiting.pop(key, None)
 
@@ -232,6 +235,7 @@ class Oracle:
             flips={key: space.flips[key] for key in keys},
             must={key: space.must[key] for key in keys if key in space.must},
             hurt={key for key in keys if key in space.hurt},
+            hurts={key: space.hurts[key] for key in keys},
             disturbed={key: space.disturbed[key] for key in keys},
         )
 
@@ -259,7 +263,8 @@ class Oracle:
         name = f"{space.page(key)}: {code.name}"
         is_calm = space.disturbed[key] == window.disturbed[key] and not space.is_ending
         is_calm &= all(at != key for at, _ in space.log[window.logged :])
-        is_hurt = key in space.hurt or key in window.hurt
+        # Also of one that was hurt while the get ran, and stored anew before it ended.
+        is_hurt = key in space.hurt or key in window.hurt or space.hurts[key] > window.hurts[key]
         if code is GetCode.CORRUPT:
             self.counts.corrupt += 1
             if not (is_hurt or space.flips[key]):
