@@ -104,7 +104,7 @@ def leak_audit(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     before = Snapshot.take()
     yield
-    directory = getattr(request.node, "funcargs", {}).get("tmp_path")
+    directory = (getattr(request.node, "funcargs", None) or {}).get("tmp_path")
     directories = [directory] if isinstance(directory, Path) else []
     left = leaks_since(before, directories=directories)
     if left:
