@@ -135,7 +135,7 @@ def rows(plan: Plan) -> Iterator[Measured]:
 def rows_of(model: LoadedModel, dtype: str, batch: int, plan: Plan) -> Iterator[Measured]:
     tokens = plan.sized(17, 4)
     works = [
-        work_of(model.network.config.vocab_size, batch, tokens, plan.seed + number)
+        work_of(model.network.config.vocab_size, batch, tokens, plan.seed + number).evened()
         for number in range(plan.rounds(5) + 1)
     ]
     found = [shares(model, work) for work in works][1:]  # the first warms up

@@ -26,7 +26,14 @@ from kvtier.tiers.nvme_checkpoint import (
     oldest_number,
     write_checkpoint,
 )
-from kvtier.tiers.nvme_journal import Entry, Journal, journal_paths, remove_old, remove_unused
+from kvtier.tiers.nvme_journal import (
+    Entry,
+    Journal,
+    journal_number,
+    journal_paths,
+    remove_old,
+    remove_unused,
+)
 from kvtier.tiers.nvme_lengths import LengthNote
 from kvtier.tiers.nvme_snapshot import Snapshot
 from kvtier.tiers.nvme_state import padded, unwritable
@@ -114,8 +121,13 @@ class DirectoryFiles:
     async def remove_old(self) -> None:
         # The checkpoint before it is what a damaged one falls back to, and needs its journals.
         def remove() -> None:
-            with self._change():
-                remove_old(self._directory, oldest_number(self._directory))
+            with self._changing:
+                keep_from = oldest_number(self._directory)
+                remove_old(self._directory, keep_from)
+                self._journals = [one for one in self._journals if one.number >= keep_from]
+                # Whatever else is not there any more was taken away.
+                for path in [path for path in self._known if _is_below(path, keep_from)]:
+                    del self._known[path]
 
         await asyncio.to_thread(remove)
 
@@ -177,6 +189,11 @@ def _is_whole(journal: Journal) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_below(path: Path, keep_from: int) -> bool:
+    number = journal_number(path)
+    return number is not None and number < keep_from
 
 
 def _is_as_known(path: Path, known: Signature) -> bool:

@@ -68,6 +68,7 @@ __all__ = [
     "Journal",
     "JournalContents",
     "Mark",
+    "journal_number",
     "journal_paths",
     "read_journal",
     "remove_old",
@@ -331,6 +332,12 @@ def journal_paths(directory: Path) -> dict[int, Path]:
     except OSError as error:
         raise unreadable(directory, error) from error
     return dict(sorted((int(match[1]), path) for match, path in found))
+
+
+def journal_number(path: Path) -> int | None:
+    """Of a path of `journal_paths`; None for any other file."""
+    match = _match(path)
+    return int(match[1]) if match else None
 
 
 def remove_old(directory: Path, keep_from: int) -> None:

@@ -59,6 +59,14 @@ def on(directory: Path, store: Store | None = None, **kinds: int) -> Durability:
     return make_durability(store or make_store(), DirectoryFiles(directory, DIRECTORY_ID), **kinds)
 
 
+async def begun(directory: Path, **kinds: int) -> tuple[Store, Durability]:
+    """Of a new store, in a directory without anything."""
+    store = make_store()
+    durability = on(directory, store, **kinds)
+    await durability.begin(1, has_base=False)
+    return store, durability
+
+
 def run(work: Callable[[], Awaitable[None]]) -> None:
     async def within() -> None:
         async with asyncio.timeout(20):

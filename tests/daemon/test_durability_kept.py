@@ -12,6 +12,7 @@ from durability_files import (
     ELSEWHERE,
     HERE,
     JOURNAL_BYTES,
+    begun,
     damage,
     delete,
     journals_bytes,
@@ -48,9 +49,7 @@ def test_a_delete_holds_when_the_checkpoint_that_says_it_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     async def work() -> None:
-        store = make_store()
-        durability = on(tmp_path, store)
-        await durability.begin(1, has_base=False)
+        store, durability = await begun(tmp_path)
         put_down(store, "deleted")
         put_down(store, "kept")
         await durability.checkpoint()
@@ -80,9 +79,7 @@ def test_a_copy_that_could_not_be_journalled_as_gone_is_so_with_the_next_checkpo
     """Also for a start that begins with an older one."""
 
     async def work() -> None:
-        store = make_store()
-        durability = on(tmp_path, store)
-        await durability.begin(1, has_base=False)
+        store, durability = await begun(tmp_path)
         gone = put_down(store, "gone")
         put_down(store, "kept")
         await durability.checkpoint()
@@ -109,9 +106,7 @@ def test_what_was_deleted_while_its_device_was_away_does_not_come_back(
     given up, and named."""
 
     async def work() -> None:
-        store = make_store()
-        durability = on(tmp_path, store)
-        await durability.begin(1, has_base=False)
+        store, durability = await begun(tmp_path)
         put_down(store, "deleted")
         put_down(store, "kept")
         await durability.checkpoint()
@@ -150,9 +145,7 @@ def test_what_only_a_file_that_was_taken_away_had_is_named_as_lost(tmp_path: Pat
     """A checkpoint that lacks the device has taken the place of the one that had its pages."""
 
     async def work() -> None:
-        store = make_store()
-        durability = on(tmp_path, store)
-        await durability.begin(1, has_base=False)
+        store, durability = await begun(tmp_path)
         put_down(store, "page")
         await durability.checkpoint()
         lose(store, durability)
@@ -202,9 +195,7 @@ def test_pages_that_could_not_be_read_at_a_start_come_back_with_one_that_can(
     """A passing error of the device: no checkpoint makes it last."""
 
     async def work() -> None:
-        store = make_store()
-        durability = on(tmp_path, store)
-        await durability.begin(1, has_base=False)
+        store, durability = await begun(tmp_path)
         put_down(store, "deleted")
         put_down(store, "kept")
         await durability.checkpoint()

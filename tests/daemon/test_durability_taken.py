@@ -7,32 +7,30 @@ from pathlib import Path
 
 import pytest
 from durability_files import (
+    begun,
     delete,
     names_in,
-    on,
     recovered_from,
     refused,
     run,
 )
 from durability_rig import (
     SMALL,
-    make_store,
     put_down,
 )
 
+from kvtier.daemon import directory_files
 from kvtier.errors import DirectoryError
 from kvtier.tiers import nvme_checkpoint
 from kvtier.tiers.nvme_checkpoint import CHECKPOINT, CHECKPOINT_OLD
-from kvtier.tiers.nvme_journal import journal_paths
+from kvtier.tiers.nvme_journal import journal_paths, remove_old
 
 
 def test_what_was_taken_stays_amiss_until_it_has_been_made_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
-        store = make_store()
-        durability = on(tmp_path, store)
-        await durability.begin(1, has_base=False)
+        store, durability = await begun(tmp_path)
         await durability.checkpoint()
         put_down(store, "page")
         for name in (CHECKPOINT, CHECKPOINT_OLD):
@@ -56,22 +54,20 @@ def test_what_was_taken_is_not_confirmed_because_a_checkpoint_is_being_written(
     """It may never get there: a kill in the middle leaves what there is."""
 
     async def work() -> None:
-        store = make_store()
-        durability = on(tmp_path, store)
-        await durability.begin(1, has_base=False)
+        store, durability = await begun(tmp_path)
         await durability.checkpoint()
         put_down(store, "page")
-        may_go_on, begun = asyncio.Event(), asyncio.Event()
+        may_go_on, is_written = asyncio.Event(), asyncio.Event()
         write = durability._files.write_checkpoint
 
         async def slowly(*arguments: object) -> int:
-            begun.set()
+            is_written.set()
             await may_go_on.wait()
             return await write(*arguments)
 
         durability._files.write_checkpoint = slowly
         checkpoint = asyncio.create_task(durability.checkpoint())
-        await begun.wait()
+        await is_written.wait()
         for name in (CHECKPOINT, CHECKPOINT_OLD):
             (tmp_path / name).unlink()
         confirmed = asyncio.create_task(durability.confirm())
@@ -86,13 +82,34 @@ def test_what_was_taken_is_not_confirmed_because_a_checkpoint_is_being_written(
     run(work)
 
 
+def test_what_was_taken_before_old_journals_go_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removing what nobody needs is no reason to take what is there for all that should be."""
+
+    def taken(directory: Path, keep_from: int) -> None:
+        remove_old(directory, keep_from)
+        (directory / CHECKPOINT).unlink()
+
+    async def work() -> None:
+        store, durability = await begun(tmp_path)
+        put_down(store, "page")
+        monkeypatch.setattr(directory_files, "remove_old", taken)
+        await durability.checkpoint()
+        monkeypatch.undo()
+        await durability.confirm()
+        assert (tmp_path / CHECKPOINT).exists()
+        assert names_in(recovered_from(tmp_path), ["page"]) == ["page"]
+        await durability.close()
+
+    run(work)
+
+
 def test_checkpoints_that_fail_leave_no_journal_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
-        store = make_store()
-        durability = on(tmp_path, store)
-        await durability.begin(1, has_base=False)
+        store, durability = await begun(tmp_path)
         for name in ("deleted", "later", "kept"):
             put_down(store, name)
         await durability.checkpoint()
