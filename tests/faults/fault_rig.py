@@ -247,14 +247,21 @@ class DiskWatch:
     def __init__(self, *directories: Path) -> None:
         self._directories = directories
         self._ended = threading.Event()
+        self._looking = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="disk-watch")
         self.highest = 0
         self.looks = 0
 
     def _watch(self) -> None:
         while not self._ended.wait(0.002):
-            self.highest = max(self.highest, disk_usage(*self._directories))
-            self.looks += 1
+            with self._looking:
+                self.highest = max(self.highest, disk_usage(*self._directories))
+                self.looks += 1
+
+    def forget(self) -> None:
+        """What was before now does not count, nor a look that began before."""
+        with self._looking:
+            self.highest = 0
 
     def __enter__(self) -> DiskWatch:
         self._thread.start()
