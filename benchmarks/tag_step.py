@@ -2,10 +2,12 @@
 
     python -m benchmarks.tag_step [--quick] [--rounds 60] [--json FILE]
 
-SmolLM2-135M in bfloat16 on the CPU, 8 requests of some 100 tokens, pages of 32 tokens. Two engines
-have the same requests, one checks tags before each step and one does not. They make steps in turn,
-and who begins changes with each pair: `--rounds` is how many steps each makes. The threads are
-torch's (OMP_NUM_THREADS): with fewer of them a step is longer, and the check a smaller share of it.
+SmolLM2-135M in bfloat16 on the CPU, 8 requests of some 100 tokens, pages of 32 tokens. One engine
+makes its steps with the check and without it in turn, and what begins changes with each pair: two
+engines would differ in where their memory lies, by more than the check takes. `--rounds` is how
+many pairs; after every STRETCH an engine of its own begins, so that contexts stay short. The
+threads are torch's (OMP_NUM_THREADS): with fewer of them a step is longer, and the check a smaller
+share of it.
 
 * `tags/share`: the check alone, of the very tables of the step, over the median step without it
 * `tags/throughput`: by how much a step with the check takes longer; low and high are the 95 % bound
@@ -35,6 +37,8 @@ from kvtier_engine.settings import Integrity, layout_of
 from kvtier_engine.smollm2 import ensure_model
 
 BATCH, PROMPT_TOKENS = 8, 96
+#: Pairs of steps that one engine makes, and before them those that are not counted.
+STRETCH, WARM = 150, 4
 #: Of Student's t for 95 % on both sides, by degrees of freedom: one less than pairs.
 _T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
@@ -44,11 +48,11 @@ _T_95 = (
 _RESAMPLED = 2000
 
 
-def decoding(model: LoadedModel, integrity: Integrity, plan: Plan, steps: int) -> Engine:
+def decoding(model: LoadedModel, plan: Plan, steps: int) -> Engine:
     """An engine in which all requests decode, and will for so many steps."""
     work = work_of(model.network.config.vocab_size, BATCH, steps + 1, plan.seed, PROMPT_TOKENS)
     pool = DevicePool(layout_of(model, page_tokens=PAGE_TOKENS), work.pages)
-    return all_decoding(model, pool, work, integrity)
+    return all_decoding(model, pool, work)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -67,16 +71,21 @@ def check_seconds(tables: Sequence[PageTable], tracker: TagTracker | NoopTracker
     return seconds_of(checks) / n
 
 
-def in_pairs(checked: Engine, plain: Engine, pairs: int) -> list[tuple[float, float]]:
+def step_seconds(engine: Engine, integrity: Integrity) -> float:
+    engine.inside.set_integrity(integrity)
+    return seconds_of(engine.step)
+
+
+def in_pairs(engine: Engine, pairs: int) -> list[tuple[float, float]]:
     """Seconds of a step, with the check and without it."""
     made: list[tuple[float, float]] = []
     for number in range(pairs):
         if number % 2:
-            with_check = seconds_of(checked.step)
-            made.append((with_check, seconds_of(plain.step)))
+            with_check = step_seconds(engine, Integrity.TAGS)
+            made.append((with_check, step_seconds(engine, Integrity.OFF)))
         else:
-            without = seconds_of(plain.step)
-            made.append((seconds_of(checked.step), without))
+            without = step_seconds(engine, Integrity.OFF)
+            made.append((step_seconds(engine, Integrity.TAGS), without))
     return made
 
 
@@ -128,18 +137,21 @@ def rows(plan: Plan) -> Iterator[Measured]:
     # As many in each of several passes: a bound of fewer pairs is a wider one.
     pairs = max(4, plan.rounds_given or plan.sized(60, 4))
     progress("tags, steps in turn")
-    checked, plain = (
-        decoding(model, integrity, plan, pairs + 4) for integrity in (Integrity.TAGS, Integrity.OFF)
-    )
-    in_pairs(checked, plain, 4)  # warms up
-    steps = in_pairs(checked, plain, pairs)
-    tables = [sequence.table for sequence in checked.inside.sequences]
+    steps: list[tuple[float, float]] = []
+    while len(steps) < pairs:
+        stretch = min(STRETCH, pairs - len(steps))
+        engine = decoding(model, plan, 2 * (stretch + WARM))
+        in_pairs(engine, WARM)
+        steps += in_pairs(engine, stretch)
+        if len(steps) < pairs:
+            engine.close()
+    tables = [sequence.table for sequence in engine.inside.sequences]
     step = statistics.median(without for _, without in steps)
     if len(tables) != BATCH:
         raise RuntimeError(f"{len(tables)} of {BATCH} requests are left")
     pages = sum(map(len, tables))
     for name, what, tracker, most in (
-        ("tags/share", "the check alone over a step", TagTracker(checked.pool), 0.5),
+        ("tags/share", "the check alone over a step", TagTracker(engine.pool), 0.5),
         ("tags/noop", "the no-op tracker over a step", NoopTracker(), 0.01),
     ):
         alone = [check_seconds(tables, tracker, plan.sized(2000, 20)) for _ in range(9)]
@@ -154,8 +166,7 @@ def rows(plan: Plan) -> Iterator[Measured]:
         )
     yield bounded("tags/throughput", "a step with the check is longer", longer(steps), 0.5, pairs)
     yield bounded("tags/p95", "and the 95th percentile", later(steps, plan.seed), 0.8, pairs)
-    for engine in (checked, plain):
-        engine.close()
+    engine.close()
 
 
 def main() -> int:

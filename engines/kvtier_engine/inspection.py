@@ -10,6 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from kvtier_engine.errors import InvalidRequest
 from kvtier_engine.handle import Handle
 from kvtier_engine.schedule.sequence import Sequence
+from kvtier_engine.settings import Integrity
 from kvtier_engine.stepper import Stepper
 
 __all__ = ["Inspection"]
@@ -48,3 +49,7 @@ class Inspection:
     def evict(self, pages: int) -> int:
         """Gives up to so many pages of prefixes that no request uses back to the pool; how many."""
         return self._stepper.scheduler.evict(pages)
+
+    def set_integrity(self, integrity: Integrity) -> None:
+        """The steps from now on check tags, or do not, whatever the engine was made with."""
+        self._stepper.set_integrity(integrity)

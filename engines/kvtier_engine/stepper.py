@@ -65,10 +65,15 @@ class Stepper:
         self.scheduler = Scheduler(pool, tiers, settings.running_requests_max)
         self.radix = self.scheduler.radix
         self._runner = ModelRunner(network, pool, attention_for(pool, network.dtype))
-        tags = settings.integrity is Integrity.TAGS
-        self._tracker: Tracker = TagTracker(pool) if tags else NoopTracker()
+        self._tracker: Tracker
+        self.set_integrity(settings.integrity)
         self.jobs: dict[int, Job] = {}
         self.counts: Counter[str] = Counter()
+
+    def set_integrity(self, integrity: Integrity) -> None:
+        """What the steps from now on check."""
+        tags = integrity is Integrity.TAGS
+        self._tracker = TagTracker(self._pool) if tags else NoopTracker()
 
     def take(self, job: Job) -> None:
         """A request joins the queue."""

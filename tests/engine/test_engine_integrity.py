@@ -136,3 +136,17 @@ def test_sound_tables_pass_also_under_pressure(
     assert (victim.tokens, other.tokens) == (expected["victim"], expected["other"])
     assert engine.stats()["preemptions"] > 0
     assert engine.stats().get("integrity_failures", 0) == 0
+
+
+@pytest.mark.parametrize(("made", "then"), [("off", "tags"), ("tags", "off")])
+def test_what_is_set_later_is_what_the_next_step_does(
+    model: LoadedModel, made: str, then: str
+) -> None:
+    engine = engine_of(model, integrity=Integrity(made))
+    victim = engine.submit(VICTIM)
+    while engine.stats().get("decode_passes", 0) < 12:
+        engine.step()
+    engine.inside.set_integrity(Integrity(then))
+    off_by_one(engine, engine.inside.sequence(victim))
+    engine.run_until_idle()
+    assert isinstance(victim.end, KvTagMismatch if then == "tags" else Completion)
