@@ -15,6 +15,7 @@ from sglang_standin import config, needs_wheel, stand_in, transfer
 
 import kvtier
 import kvtier.client
+from kvtier.errors import InvalidConfigValue
 from kvtier_sglang.errors import UnsupportedSglang
 from kvtier_sglang.store import StoreState
 from kvtier_sglang.weights import Outcome

@@ -26,6 +26,7 @@ from typing import Final
 
 import kvtier
 from kvtier.client import AsyncConnection, ResidencyKind
+from kvtier.errors import InvalidConfigValue
 from kvtier_sglang.border import kept_inside
 from kvtier_sglang.events.batches import batches
 from kvtier_sglang.events.blocks import CHAINS, Blocks, Chains, Inbox
