@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 
 import pytest
-from dynamo_rig import NOTHING, Found, needs_dynamo
 from event_rig import HOST, NVME, free_endpoints
 from event_router import Router
 from server_models import prompt
@@ -73,42 +72,6 @@ def test_blocks_of_storage_are_those_that_sglang_tells_itself(server, routers):
     sglang.listen(until=lambda: not sglang.believed["GPU"])
     assert server.generate(prompt("Orsay")).found == {"storage": storable(cold)}
     assert len(kvtier.believed[HOST]) >= pages
-
-
-def longest(router, names):
-    """The tokens of the longest prompt that ends with one of these blocks."""
-    prompts = []
-    for name in names:
-        tokens = []
-        while name is not None:
-            name, some = router.blocks[name]
-            tokens = [*some, *tokens]
-        prompts.append(tokens)
-    return max(prompts, key=len)
-
-
-@needs_dynamo
-def test_dynamo_finds_in_storage_what_sglang_has_dropped(server, routers, indexer, worker):
-    """Both streams, each as a worker; asked for by the tokens that SGLang itself tells."""
-    kvtier, sglang = routers
-    sglangs = worker + 1_000_000
-    indexer.register(worker, server.mine, PAGE)
-    indexer.register(sglangs, server.theirs, PAGE)
-    try:
-        sglang.listen(until=lambda: True)
-        before = set(sglang.blocks)
-        pages = storable(server.generate(prompt("Quimper"))) // PAGE
-        kvtier.listen(until=lambda: len(kvtier.believed[NVME]) >= pages)
-        sglang.listen(until=lambda: set(kvtier.blocks) <= set(sglang.blocks))
-        tokens = longest(sglang, set(sglang.blocks) - before)[: pages * PAGE]
-        assert len(tokens) == pages * PAGE
-        indexer.comes_to(Found(0, 0, len(tokens)), worker, tokens)
-        assert indexer.found(sglangs, tokens).gpu == len(tokens)
-        server.flush()
-        indexer.comes_to(NOTHING, sglangs, tokens)
-        assert indexer.found(worker, tokens) == Found(0, 0, len(tokens))
-    finally:
-        indexer.unregister(sglangs)
 
 
 def test_what_is_cleared_is_told(server, routers):
