@@ -19,9 +19,13 @@ PROTOS := $(wildcard proto/kvtier/v1/*.proto)
 # A real SGLang, for tests of its binding: an environment of its own, as engines have.
 SGLANG := .sglang-env
 SGLANG_NEEDS := tests/sglang/requirements.txt tests/sglang/requirements-nodeps.txt
+# A real Dynamo, which reads KV events.
+DYNAMO := .dynamo-env
+DYNAMO_NEEDS := tests/sglang/dynamo-requirements.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak lint fmt proto docs bench bench-engine bench-peers wheel clean sglang-env test-sglang
+.PHONY: dynamo-env test-dynamo
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +70,18 @@ $(SGLANG)/.installed: pyproject.toml $(SGLANG_NEEDS)
 
 test-sglang: $(STAMP) $(SGLANG)/.installed ## the tests of the SGLang binding, with a real SGLang
 	@$(ONE) $(BIN)/python -m pytest -q -m 'not gpu' tests/sglang
+
+dynamo-env: $(DYNAMO)/.installed ## NVIDIA Dynamo's KV indexer, in .dynamo-env (some 300 MB)
+
+$(DYNAMO)/.installed: $(DYNAMO_NEEDS)
+	@echo "installing into $(DYNAMO) ..."
+	@rm -f $@
+	@test -x $(DYNAMO)/bin/python || $(PYTHON) -m venv $(DYNAMO)
+	@$(DYNAMO)/bin/python -m pip install -q --disable-pip-version-check -r $(DYNAMO_NEEDS)
+	@touch $@
+
+test-dynamo: $(STAMP) $(DYNAMO)/.installed ## KV events, as a real Dynamo reads them
+	@$(ONE) $(BIN)/python -m pytest -q tests/sglang/test_sglang_dynamo.py
 
 soak: $(STAMP) ## the tests that take minutes
 	@$(ONE) $(BIN)/python -m pytest -q -s -m 'soak and not gpu' --timeout 1800

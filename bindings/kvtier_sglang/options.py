@@ -48,6 +48,7 @@ class Options:
     events_replay_endpoint: str = ""
     events_topic: str = ""
     events_allow_network: bool = False
+    events_host_medium: str = "EXTERNAL"
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any] | None) -> Options:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
+from dynamo_rig import Indexer
 from server_tiers import nvme_daemon
 from sglang_rig import Walks
 from sglang_standin import StandIn, stand_in
@@ -16,6 +18,8 @@ from kvtier.packing import fp8
 from kvtier_engine.smollm2 import ensure_model
 from kvtier_sglang.weights import LoadedWeights
 from tests.forks import daemon_of_its_own
+
+WORKERS = count(1)
 
 
 @pytest.fixture
@@ -52,6 +56,22 @@ def sglang(monkeypatch) -> Iterator[StandIn]:
         weights.is_watching = True
         monkeypatch.setattr(made.backend, "WEIGHTS", weights)
         yield made
+
+
+@pytest.fixture(scope="module")
+def indexer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Indexer]:
+    """Dynamo's, for tests that are skipped without it."""
+    made = Indexer(tmp_path_factory.mktemp("dynamo") / "log")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def worker(indexer: Indexer) -> Iterator[int]:
+    """A number that the test registers with the indexer."""
+    made = next(WORKERS)
+    yield made
+    indexer.unregister(made)
 
 
 @pytest.fixture(scope="session")

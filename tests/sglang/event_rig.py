@@ -14,7 +14,7 @@ from kvtier.packing.keys import chain_keys
 from kvtier_sglang.events.blocks import Chains
 from kvtier_sglang.events.outlet import Endpoints, Outlet
 from kvtier_sglang.events.publisher import EventPublisher, EventSource, Waits
-from kvtier_sglang.events.wire import block_hash
+from kvtier_sglang.events.wire import Medium, block_hash
 from kvtier_sglang.store import PageStore
 from tests.sglang.event_router import Router
 from tests.sglang.pool_rig import PAGE, PAGES, pool_with_heads, store_for
@@ -46,13 +46,16 @@ class Told:
     routers: list[Router] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
 
-    def publish(self, waits: Waits | None = None) -> EventPublisher:
+    def publish(
+        self, waits: Waits | None = None, *, host: Medium = Medium.EXTERNAL
+    ) -> EventPublisher:
         source = EventSource(
             url=self.connection.url,
             families=lambda: self.store.families,
             parts=2,
             shards=1,
             block_tokens=PAGE,
+            host=host,
         )
         made = EventPublisher(source, Outlet(self.endpoints), chains=self.chains, waits=waits)
         self.publishers.append(made)

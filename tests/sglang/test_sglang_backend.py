@@ -15,6 +15,7 @@ from sglang_standin import config, needs_wheel, stand_in, transfer
 
 import kvtier
 import kvtier.client
+from kvtier.errors import InvalidConfigValue
 from kvtier_sglang.errors import UnsupportedSglang
 from kvtier_sglang.store import StoreState
 from kvtier_sglang.weights import Outcome
@@ -303,6 +304,14 @@ def test_replicas_publish_events_side_by_side(sglang, attach, daemon, tmp_path, 
             item.client_name for item in kv.status().sessions if "sglang" in item.client_name
         )
     assert [" dp 1 " in name for name in names] == [True, False]
+
+
+def test_a_name_for_host_memory_that_no_router_knows_is_refused(attach, tmp_path):
+    extra = {"kvtier_events_endpoint": f"ipc://{tmp_path}/e", "kvtier_events_host_medium": "GPU"}
+    with pytest.raises(InvalidConfigValue, match="'GPU'") as caught:
+        attach(pool_with_heads(PAGES_FIRST), extra=extra)
+    assert "EXTERNAL or CPU_PINNED" in caught.value.remedy
+    attach(pool_with_heads(PAGES_FIRST), extra=extra | {"kvtier_events_host_medium": "CPU_PINNED"})
 
 
 def test_it_serves_only_while_all_pools_do(attach):

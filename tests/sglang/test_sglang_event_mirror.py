@@ -111,6 +111,16 @@ def test_one_tier_says_nothing_of_the_other(mirror):
     assert list(mirror.all())[1:] == [told(Medium.DISK, NAMES[:1], None, TOKENS[:4])]
 
 
+def test_host_memory_has_the_name_that_it_is_given(blocks):
+    blocks.learn(chain(TOKENS, KEYS))
+    mirror = Mirror(blocks, objects=1, host=Medium.CPU_PINNED)
+    for tier in (HOST, NVME):
+        mirror.stored(tier, 0, KEYS[0])
+    assert [event.medium for event in mirror.take()] == [Medium.CPU_PINNED, Medium.DISK]
+    mirror.is_just(0, {NVME: KEYS[0]})
+    assert mirror.take() == [BlockRemoved(medium=Medium.CPU_PINNED, hashes=(NAMES[0],))]
+
+
 def test_what_came_and_went_between_two_turns_is_not_told(mirror):
     for number in (0, 1):
         mirror.stored(NVME, number, KEYS[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import time
 
 import pytest
@@ -100,6 +101,44 @@ def test_a_publisher_that_fails_leaves_nothing_to_believe_in(rig, caplog):
         return router.believed[HOST] == names_of(keys)
 
     router.listen(until=is_back)
+
+
+def test_who_asks_is_answered_also_when_there_is_nothing_to_tell(rig, caplog):
+    """Dynamo's indexer waits for an answer without end, and hears nothing else meanwhile."""
+    made = rig.publish(Waits(restart=60.0))
+    router = rig.router()
+    rig.prompt(0)
+    router.listen(until=rig.agrees(router))
+    made._mirror = None
+    router.listen(until=lambda: not router.believed)
+    assert "publishing KV events failed" in caplog.text
+    caplog.clear()  # with the traceback, which holds the connection
+    late = rig.router()
+    late.listen(until=lambda: late.questions == 1)
+    assert not late.believed
+
+
+def test_who_misses_something_at_the_end_is_answered(rig):
+    """It sees the gap by the last that is told."""
+    made = rig.publish()
+    losing = []
+    router, witness = rig.router(loses=lambda _count: bool(losing)), rig.router()
+    rig.prompt(0)
+    for each in (router, witness):
+        each.listen(until=rig.agrees(each))
+    losing.append(True)
+    before = witness.received
+    rig.prompt(1)
+    witness.listen(until=rig.agrees(witness))
+    router.listen(until=lambda: router.lost >= witness.received - before)
+    losing.clear()
+    closing = threading.Thread(target=made.close)
+    closing.start()
+    try:
+        router.listen(until=lambda: not router.believed[HOST])
+    finally:
+        closing.join()
+    assert router.questions == 2
 
 
 def test_a_watch_that_fails_is_begun_again(rig, caplog):

@@ -29,33 +29,35 @@ from kvtier_sglang.events.wire import (
 __all__ = ["Mirror"]
 
 _KEY_BYTES: Final = 32
-_MEDIA: Final = {Tier.HOST: Medium.EXTERNAL, Tier.NVME: Medium.DISK}
 
 
 class Mirror:
-    """`objects` is how many objects a page has; they are numbered from 0 on."""
+    """`objects` is how many objects a page has; they are numbered from 0 on. `host` is what host
+    memory is called.
+    """
 
-    def __init__(self, blocks: Blocks, *, objects: int) -> None:
+    def __init__(self, blocks: Blocks, *, objects: int, host: Medium = Medium.EXTERNAL) -> None:
         self._blocks = blocks
         self._whole = (1 << objects) - 1
+        self._media = {Tier.HOST: host, Tier.NVME: Medium.DISK}
         #: For each medium: a bit an object, of the blocks that have one there.
-        self._there: dict[Medium, dict[int, int]] = {medium: {} for medium in Medium}
-        self._told: dict[Medium, set[int]] = {medium: set() for medium in Medium}
+        self._there: dict[Medium, dict[int, int]] = {medium: {} for medium in self._media.values()}
+        self._told: dict[Medium, set[int]] = {medium: set() for medium in self._media.values()}
         self._changed: set[int] = set()
 
     def stored(self, tier: Tier, number: int, keys: bytes) -> None:
         """Object `number` of the pages `keys`, concatenated, is in `tier` now."""
-        if (medium := _MEDIA.get(tier)) is not None:
+        if (medium := self._media.get(tier)) is not None:
             self._add(medium, number, _names(keys))
 
     def removed(self, tier: Tier, number: int, keys: bytes) -> None:
         """It has left the tier."""
-        if (medium := _MEDIA.get(tier)) is not None:
+        if (medium := self._media.get(tier)) is not None:
             self._drop(medium, number, _names(keys))
 
     def is_just(self, number: int, there: Mapping[Tier, bytes | bytearray]) -> None:
         """Object `number` is there for these pages, and for no other."""
-        for tier, medium in _MEDIA.items():
+        for tier, medium in self._media.items():
             names = set(_names(there.get(tier, b"")))
             bit = 1 << number
             gone = [
@@ -74,14 +76,12 @@ class Mirror:
         """What a router has to be told now. Removals first, then chains from their heads on."""
         changed, self._changed = self._changed, set()
         events: list[Event] = []
-        for medium in Medium:
-            told = self._told[medium]
+        for medium, told in self._told.items():
             gone = [name for name in changed & told if not self._is_there(medium, name)]
             told.difference_update(gone)
             if gone:
                 events.append(BlockRemoved(medium=medium, hashes=tuple(sorted(gone))))
-        for medium in Medium:
-            told = self._told[medium]
+        for medium, told in self._told.items():
             new = [name for name in changed - told if self._is_there(medium, name)]
             told.update(new)
             events += self._chains(medium, new)
@@ -92,11 +92,11 @@ class Mirror:
         read between two calls of `take`, while no blocks are learned.
         """
         yield AllBlocksCleared()
-        told = [
-            (medium, [name for name in self._told[medium] if self._is_there(medium, name)])
-            for medium in Medium
+        still_there = [
+            (medium, [name for name in told if self._is_there(medium, name)])
+            for medium, told in self._told.items()
         ]
-        for medium, still in told:
+        for medium, still in still_there:
             yield from self._chains(medium, still)
 
     def _is_there(self, medium: Medium, name: int) -> bool:

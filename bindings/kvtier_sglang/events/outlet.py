@@ -103,6 +103,10 @@ class Outlet:
             self._unlock()
             raise
 
+    @property
+    def takes_questions(self) -> bool:
+        return self._replay is not None
+
     def publish(self, batch: bytes) -> None:
         """To all who subscribe; kept for those who ask."""
         self._number += 1

@@ -6,6 +6,9 @@ that events were lost) the next one begins with a snapshot, and the difference i
 is none within a second, everything is told as removed until there is. So it is when the daemon
 gives no sign of life for a second: it has been stopped.
 
+Whoever asks is answered, also while there is nothing to tell: there are subscribers (Dynamo's) that
+wait for an answer without end, and hear nothing else meanwhile.
+
 All of it is done in a thread of its own, which no call of SGLang waits for.
 """
 
@@ -18,17 +21,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import kvtier
 from kvtier.client import AsyncConnection, ResidencyKind
+from kvtier.errors import InvalidConfigValue
 from kvtier_sglang.border import kept_inside
 from kvtier_sglang.events.batches import batches
 from kvtier_sglang.events.blocks import CHAINS, Blocks, Chains, Inbox
 from kvtier_sglang.events.mirror import Mirror
 from kvtier_sglang.events.outlet import Endpoints, Outlet, now
-from kvtier_sglang.events.wire import AllBlocksCleared, Event, encode
+from kvtier_sglang.events.wire import AllBlocksCleared, Event, Medium, encode
 from kvtier_sglang.options import Options
 
 __all__ = ["EventPublisher", "EventSource", "Waits", "publisher_for"]
@@ -46,6 +50,9 @@ _QUIET_S: Final = 5.0
 #: Between the pieces of a long answer: the interpreter is SGLang's, too.
 _BREATH_S: Final = 0.002
 _END_S: Final = 5.0
+#: For who asks because of the last that was told.
+_FAREWELL_S: Final = 0.05
+_HOST_MEDIA: Final = (Medium.EXTERNAL.value, Medium.CPU_PINNED.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +83,8 @@ class EventSource:
     #: Copies that the daemon has rounded are told, too.
     takes_lossy: bool = False
     dp_rank: int = 0
+    #: What the daemon's host memory is called.
+    host: Medium = Medium.EXTERNAL
 
 
 class EventPublisher:
@@ -114,7 +123,8 @@ class EventPublisher:
     def _begin_anew(self) -> None:
         """With nothing that was known before: an error may have left it half done."""
         self._blocks = Blocks(self._source.block_tokens, blocks_max=BLOCKS_MAX)
-        self._mirror = Mirror(self._blocks, objects=self._source.parts * self._source.shards)
+        source = self._source
+        self._mirror = Mirror(self._blocks, objects=source.parts * source.shards, host=source.host)
         self._families: Sequence[bytes] = ()
         self._watches: list[asyncio.Task[None]] = []
         #: Parts of which a watch has told all that is there, and tells what changes.
@@ -135,11 +145,28 @@ class EventPublisher:
                     asyncio.run(self._serve(learning))
                 if time.monotonic() - began > self._waits.restart_max:
                     wait = self._waits.restart
-                self._ending.wait(wait)
+                self._rest(wait)
                 wait = min(2 * wait, self._waits.restart_max)
+            if self._outlet.takes_questions:
+                with kept_inside("answering who asks for KV events"):
+                    time.sleep(_FAREWELL_S)
+                    self._answer_with_nothing()
         finally:
             self._chains.leave(learning)
             self._outlet.close()
+
+    def _rest(self, seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        with kept_inside("answering who asks for KV events"):
+            while not self._ending.wait(_TURN_S) and time.monotonic() < ends:
+                self._answer_with_nothing()
+        self._ending.wait(max(0.0, ends - time.monotonic()))
+
+    def _answer_with_nothing(self) -> None:
+        """That is what holds, when nobody follows the daemon."""
+        for question in self._outlet.questions():
+            if not self._outlet.answer_kept(question):
+                self._outlet.answer(question, [self._encoded([AllBlocksCleared()])])
 
     def _withdraw(self) -> None:
         """Nobody tells of what goes until it begins anew."""
@@ -281,10 +308,15 @@ class EventPublisher:
 
 
 def publisher_for(source: EventSource, options: Options) -> EventPublisher:
-    """At the addresses that the options name. Raises InvalidConfigValue, MissingExtra."""
+    """As the options say. Raises InvalidConfigValue, MissingExtra."""
+    host = options.events_host_medium
+    if host not in _HOST_MEDIA:
+        raise InvalidConfigValue(
+            f"kvtier_events_host_medium is {host!r}", remedy=f"pass {' or '.join(_HOST_MEDIA)}"
+        )
     endpoints = Endpoints(
         events=options.events_endpoint,
         replay=options.events_replay_endpoint,
         topic=options.events_topic,
     ).checked(allows_network=options.events_allow_network, dp_rank=source.dp_rank)
-    return EventPublisher(source, Outlet(endpoints))
+    return EventPublisher(replace(source, host=Medium(host)), Outlet(endpoints))

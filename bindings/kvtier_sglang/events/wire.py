@@ -24,10 +24,12 @@ _HASH_BYTES: Final = 8
 
 class Medium(Enum):
     """Where a block is, by SGLang's names: kvtier's host memory is EXTERNAL, for it is not the
-    engine's own (which is CPU_PINNED); its NVMe tier is DISK.
+    engine's own (which is CPU_PINNED); its NVMe tier is DISK. A router that looks into EXTERNAL
+    behind DISK alone wants host memory told as CPU_PINNED.
     """
 
     EXTERNAL = "EXTERNAL"
+    CPU_PINNED = "CPU_PINNED"
     DISK = "DISK"
 
 
