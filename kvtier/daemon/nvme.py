@@ -21,6 +21,7 @@ from kvtier.core.page import KEY_BYTES, Codec, Tier
 from kvtier.core.snapshots import Copies
 from kvtier.core.store import Store
 from kvtier.daemon.device_health import DeviceHealth
+from kvtier.daemon.device_notes import DeviceNotes
 from kvtier.daemon.devices import Devices
 from kvtier.daemon.durability import DirectoryFiles, Durability
 from kvtier.daemon.metrics import Samples
@@ -77,13 +78,19 @@ class NvmeService:
         self._store = store
         self._registry = registry
         self.durability = Durability(
-            DirectoryFiles(parts.directory, parts.geometry.directory_id, keep=directory.keep),
+            DirectoryFiles(
+                parts.directory,
+                parts.geometry.directory_id,
+                keep=directory.keep,
+                names=lambda: registry.last_number,
+            ),
             store,
             name_of=registry.name_of,
             segment_bytes=parts.geometry.segment_bytes,
             journal_bytes_max=journal_bytes_max(config.bytes),
         )
         self.devices = Devices(parts.tier, store, self.durability, parts.plan, config)
+        self._notes = DeviceNotes(self.devices, self.durability, store, registry)
         self.mover = Mover(store, arena, self.devices, codec=_CODECS[config.codec])
         self.tiering = Tiering(
             store,
@@ -110,13 +117,6 @@ class NvmeService:
             self.pages_rejected[number, segment_name(local)] = pages
         for what in recovered.report.warnings():
             log.warning("nvme.recovery", extra={"what": what})
-        spent = self._store.snapshots.last_generation
-        if recovered.last_generation > spent:
-            raise DirectoryError(
-                f"NVMe holds generation {recovered.last_generation}, the daemon directory says"
-                f" that {spent} is the last: its file `generations` is older than the pages",
-                remedy="Put the file back as it was, or start once with `--discard-cache`.",
-            )
         if recovered.refusal is not None:
             raise recovered.refusal
         pages = self._load(recovered)
@@ -129,6 +129,7 @@ class NvmeService:
             with suppress(DirectoryError):  # status and log say so
                 await self.durability.checkpoint(both=True)
         await self.devices.probe_all()
+        await self._notes.note()
         log.info(
             "nvme.recovered",
             extra={
@@ -146,6 +147,7 @@ class NvmeService:
             ("nvme clean", self._clean, _CLEAN_S),
             ("nvme sync", self.devices.sync, config.sync_s),
             ("nvme files", self.devices.check_files, _FILES_S),
+            ("nvme note", self._notes.note, _FILES_S),
             ("nvme retry", self.devices.retry, min(config.retry_s, 1.0)),
             ("nvme sweep", self.devices.sweep, _SWEEP_S),
             ("nvme checkpoint", self._checkpoint_if_due, min(config.checkpoint_s, 1.0)),
@@ -170,6 +172,7 @@ class NvmeService:
         await self._within(_END_MOVES_S, self.tiering.close())
         await self._within(_END_SYNC_S, self.devices.sync())
         await self._within(_END_CHECKPOINT_S, self.durability.checkpoint())
+        await self._within(_END_SYNC_S, self._notes.note())
         return lost
 
     async def close(self) -> None:
@@ -330,6 +333,9 @@ class NvmeService:
             segment_bytes=tier.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
             generation_floor=self._registry.generation_floor,
+            generation_bound=self._store.snapshots.last_generation,
+            names=self._registry.last_number,
+            noted={device.path: device.directory.noted for device in tier.devices},
             is_expected=self._is_expected,
             present=[device.number for device in tier.devices],
             unreadable=[

@@ -22,12 +22,11 @@ from kvtier.packing.fp8 import warm_up
 from kvtier.tiers.base import errno_of
 from kvtier.tiers.direct_file import DirectMode
 from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_base import files_left
+from kvtier.tiers.nvme_base import without_geometry
 from kvtier.tiers.nvme_device import NvmeDevice, open_device
 from kvtier.tiers.nvme_directory import read_identity
 from kvtier.tiers.nvme_geometry import (
     DIRECTORY_ID_BYTES,
-    GEOMETRY_FILE,
     Geometry,
     Plan,
     first_segment_bytes,
@@ -38,7 +37,6 @@ from kvtier.tiers.nvme_geometry import (
 )
 from kvtier.tiers.nvme_paths import with_paths
 from kvtier.tiers.plain_file import NOT_A_FILE
-from kvtier.tiers.sealed_file import LOST_STATE
 
 __all__ = ["DIRECT_MODES", "NvmeParts", "prepare"]
 
@@ -94,12 +92,8 @@ def prepare(config: NvmeConfig, directory: Path, *, discard_cache: bool = False)
     if config.codec is CodecName.FP8:
         warm_up()  # takes seconds, which no page should wait for
     known = load_geometry(directory)
-    if known is None and not discard_cache and (left := files_left(directory)):
-        raise DirectoryError(
-            f"{directory / GEOMETRY_FILE[0]} is missing although {left[0].name} is there:"
-            " nothing says where the pages lie",
-            remedy=LOST_STATE,
-        )
+    if known is None and not discard_cache and (refusal := without_geometry(directory)):
+        raise refusal
     if known is None:
         known = Geometry(
             directory_id=secrets.token_bytes(DIRECTORY_ID_BYTES),

@@ -173,7 +173,7 @@ def test_a_geometry_that_is_missing_stops_the_start_by_name(make_daemon, connect
     assert "geometry is missing although" in said
     assert "--discard-cache" in said
     assert main(["fsck", str(base / "state")]) == 3
-    assert "the file geometry is missing" in capsys.readouterr().out
+    assert "geometry is missing although" in capsys.readouterr().out
     with connect(daemon.start("--discard-cache")) as kv:
         assert PAGES.get(kv.namespace(PAGES.layout), [1]) == [MISS]
 
