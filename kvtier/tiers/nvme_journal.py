@@ -380,9 +380,11 @@ def remove_unused(directory: Path, number: int) -> None:
 
 
 def _has_opening_alone(path: Path) -> bool:
-    found = read_journal(path)
-    is_whole = not (found.bad_frames or found.is_head_damaged)
-    return is_whole and found.frames <= 1 and all(isinstance(e, Known) for e in found.entries)
+    try:
+        found = read_journal(path)
+    except DirectoryError:
+        return False  # whatever it is, it stays
+    return not found.bad_frames and not [e for e in found.entries if not isinstance(e, Known)]
 
 
 def _open_appending(path: str, flags: int) -> int:

@@ -64,8 +64,9 @@ def check_refused(daemon, connect, capsys, numbers, said: str) -> None:
     daemon.start()
 
 
-@pytest.mark.parametrize("taken", ["while it was down", "while it ran"])
-@pytest.mark.parametrize("since", ["deleted", "bumped"])
+@pytest.mark.parametrize(
+    ("taken", "since"), [("while it was down", "bumped"), ("while it ran", "deleted")]
+)
 def test_a_whole_older_directory_is_refused(make_daemon, connect, capsys, taken, since):
     daemon = make_daemon().start()
     with connect(daemon) as kv:
@@ -108,11 +109,17 @@ def test_older_checkpoint_and_journals_are_refused(make_daemon, connect, capsys)
     check_refused(daemon, connect, capsys, range(4), OLDER)
 
 
-@pytest.mark.parametrize("what", ["bumped", "deleted"])
-@pytest.mark.parametrize("end", ["kill", "stop"])
-@pytest.mark.parametrize("between", ["with the tier", "without the tier"])
+@pytest.mark.parametrize(
+    ("between", "end", "what"),
+    [
+        ("with the tier", "kill", "bumped"),
+        ("with the tier", "stop", "deleted"),
+        ("without the tier", "kill", "deleted"),
+        ("without the tier", "stop", "bumped"),
+    ],
+)
 def test_older_namespaces_are_refused_though_no_page_shows_it(
-    make_daemon, connect, capsys, what, end, between
+    make_daemon, connect, capsys, between, end, what
 ):
     """Nothing was put under the new generation, so no page is of it."""
     daemon = make_daemon()
