@@ -7,7 +7,6 @@ store and the registry are there; from then on the parts run.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -30,11 +29,10 @@ from kvtier.daemon.registry import Registry
 from kvtier.daemon.scrub import NvmeSegments
 from kvtier.daemon.state import DaemonDirectory
 from kvtier.daemon.tiering import Tiering
-from kvtier.errors import DirectoryError, TierIOError
-from kvtier.tiers.base import SLOT_BYTES, errno_of
+from kvtier.errors import DirectoryError
+from kvtier.tiers.base import SLOT_BYTES
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import (
-    DEVICE_SLABS_MAX,
     GEOMETRY_FILE,
     journal_bytes_max,
     slab_number,
@@ -119,6 +117,7 @@ class NvmeService:
             log.warning("nvme.recovery", extra={"what": what})
         if recovered.refusal is not None:
             raise recovered.refusal
+        await asyncio.to_thread(self.parts.remove_segments_over)
         pages = self._load(recovered)
         self.durability.wait_for(recovered.waits)
         await self.durability.begin(
@@ -309,21 +308,8 @@ class NvmeService:
 
     def _recover(self) -> Recovered:
         """A thread of its own: what the files say."""
-        tier, limit = self.parts.tier, self.parts.plan.segments_per_device
+        tier = self.parts.tier
         remove_old(self.parts.directory, keep_from=0)  # no journal: what was being written then
-        for device in tier.devices:
-            # Where nvme.bytes is less than it was; what cannot be used takes up room as well.
-            for local in sorted(n for n in device.segments if n >= limit):
-                try:
-                    tier.remove_segment(slab_number(device.number, local))
-                except TierIOError as error:
-                    if errno_of(error) != errno.EROFS:  # there it stays, and is not used
-                        raise
-            # What has a number that no segment can have is nothing of kvtier's: it stays.
-            rejected = sorted(device.rejected_segments)
-            for local in [n for n in rejected if limit <= n < DEVICE_SLABS_MAX]:
-                with suppress(TierIOError):  # it stays, and is named in the warnings
-                    tier.remove_segment(slab_number(device.number, local))
         families = self._registry.families()
         return recover(
             self.parts.directory,

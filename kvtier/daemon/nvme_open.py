@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from kvtier.tiers.nvme_base import without_geometry
 from kvtier.tiers.nvme_device import NvmeDevice, open_device
 from kvtier.tiers.nvme_directory import read_identity
 from kvtier.tiers.nvme_geometry import (
+    DEVICE_SLABS_MAX,
     DIRECTORY_ID_BYTES,
     Geometry,
     Plan,
@@ -71,6 +73,23 @@ class NvmeParts:
         """Pages that fit, at the least that a page can take, within nvme.pages_max."""
         room = self.plan.segments_per_device * len(self.tier.devices) * self.tier.segment_bytes
         return min(room // PAGE_BYTES_PER_INDEX_ENTRY, self.config.pages_max)
+
+    def remove_segments_over(self) -> None:
+        """Those that there is no room for where nvme.bytes is less than it was; what cannot be used
+        takes up room as well. A thread. Raises TierIOError."""
+        limit = self.plan.segments_per_device
+        for device in self.tier.devices:
+            for local in sorted(n for n in device.segments if n >= limit):
+                try:
+                    self.tier.remove_segment(slab_number(device.number, local))
+                except TierIOError as error:
+                    if errno_of(error) != errno.EROFS:  # there it stays, and is not used
+                        raise
+            # What has a number that no segment can have is nothing of kvtier's: it stays.
+            rejected = sorted(device.rejected_segments)
+            for local in [n for n in rejected if limit <= n < DEVICE_SLABS_MAX]:
+                with suppress(TierIOError):  # it stays, and is named in the warnings
+                    self.tier.remove_segment(slab_number(device.number, local))
 
     def allocator(self) -> SlabAllocator:
         """For all segments that the tier may ever have."""

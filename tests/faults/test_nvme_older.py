@@ -161,6 +161,27 @@ def test_older_generations_are_said_by_fsck_and_without_the_tier_too(make_daemon
     check_refused(daemon, connect, capsys, range(2), said)
 
 
+def test_a_start_that_is_refused_changes_nothing_on_devices(make_daemon, connect):
+    """Not even where nvme.bytes is less than it was: with the right directory all is there."""
+    daemon = make_daemon("nvme.bytes=64MiB")
+    less = make_daemon("nvme.bytes=8MiB")
+    daemon.start()
+    assert daemon.stop() == 0
+    keep(daemon)
+    with connect(daemon.start()) as kv:
+        puts(kv, range(300))
+    assert daemon.stop() == 0
+    shutil.copytree(daemon.directory, daemon.base / "right")
+    segments = sorted(path.name for path in (daemon.base / "nv").glob("segment-*"))
+    assert len(segments) > 1
+    put_back(daemon)
+    assert OLDER in refused(less)
+    assert sorted(path.name for path in (daemon.base / "nv").glob("segment-*")) == segments
+    shutil.rmtree(daemon.directory)
+    (daemon.base / "right").rename(daemon.directory)
+    assert finds(daemon.start(), connect, range(300)) == [HIT] * 300
+
+
 def test_an_older_device_or_one_that_has_noted_nothing_is_no_older_directory(make_daemon, connect):
     """It was away, or is a copy itself: the directory judges what is on it."""
     daemon = make_daemon().start()

@@ -159,7 +159,7 @@ class Boot:
         if self.nvme is None:
             return
         recovered = self._recovered()
-        assert recovered.refusal is None
+        assert recovered.refusal is None, str(recovered.refusal)
         self._load(recovered)
         began(recovered)
         self.nvme.durability.wait_for(recovered.waits)
