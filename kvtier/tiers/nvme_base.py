@@ -61,6 +61,10 @@ class Chosen:
     last_generation: int = 0
     forgotten: tuple[str, ...] = ()
 
+    @property
+    def bad_words(self) -> tuple[str, ...]:
+        return tuple(f"{file.path.name}: {file.reason}" for file in self.bad)
+
 
 @dataclass(slots=True)
 class _Journals:

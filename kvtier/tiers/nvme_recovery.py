@@ -111,20 +111,19 @@ def recover(
     does not know, or of another directory.
     """
     chosen = choose(directory, directory_id, present)
-    bad_checkpoints = tuple(f"{file.path.name}: {file.reason}" for file in chosen.bad)
     reached = Noted(journal=chosen.newest, generation=generation_bound, names=names)
     on_devices = noted or {}
     next_number = max([chosen.next_number - 1, *(n.journal for n in on_devices.values())]) + 1
     if chosen.file is None or chosen.file.snapshot is None or chosen.why:
         why_not = refusal(reached, Evidence(has_base=False, on_devices=on_devices))
-        return _nothing(chosen, bad_checkpoints, next_number, why_not)
+        return _nothing(chosen, next_number, why_not)
     base = chosen.file.snapshot
-    journals = chosen.journals
-    happenings = _happenings(journals)
+    happenings = _happenings(chosen.journals)
     place = Place(slabs=frozenset(slabs), segment_bytes=segment_bytes)
-    known = happenings.marks.keys() | base.classes.keys()
-    gone = [slab for slab in sorted(known - place.slabs) if is_expected(slab)]
     unplaced = _unplaced(base, place, present)
+    known = happenings.marks.keys() | base.classes.keys()
+    missing = filter(is_expected, sorted(known - place.slabs))
+    gone = tuple(_gone_words(slab, unplaced.get(slab, 0)) for slab in missing)
     scans, skipped, failed = _scan(tier, happenings.marks, place, threads)
     unread = failed | {slab for slab in unreadable if unplaced.get(slab)}
     rule = partial(
@@ -132,13 +131,7 @@ def recover(
     )
     found = _found(tier, lambda happened: rule(base, scans, happened), happenings, threads)
     last_generation = _last_generation(chosen, base, happenings, scans)
-    evidence = Evidence(
-        has_base=True,
-        generation=last_generation,
-        names=_names(journals),
-        unborn=found.unborn,
-        on_devices=on_devices,
-    )
+    evidence = _evidence(last_generation, chosen.journals, found, on_devices)
     return Recovered(
         classes=_classes(base, happenings.marks, place, but=unread),
         families=found.families,
@@ -146,20 +139,7 @@ def recover(
         last_generation=last_generation,
         base_number=chosen.file.number,
         next_number=next_number,
-        report=RecoveryReport(
-            base=chosen.base,
-            bad_checkpoints=bad_checkpoints,
-            is_lost=False,
-            why="",
-            **_journal_counts(journals, chosen.lengths),
-            cut=_cut(journals, chosen.lengths),
-            **_scan_counts(scans),
-            **_page_counts(found),
-            skipped=skipped,
-            gone=tuple(_gone_words(slab, unplaced.get(slab, 0)) for slab in gone),
-            segments_gone=len(gone),
-            forgotten=chosen.forgotten,
-        ),
+        report=_report(chosen, found, scans, skipped, gone),
         unplaced=unplaced,
         waits=_waits(chosen, happenings, present, place) | _counts(base, place, unread),
         unread=unread,
@@ -218,16 +198,48 @@ def _counts(base: Snapshot, place: Place, slabs: Collection[int]) -> dict[int, i
     return dict(counts)
 
 
-def _nothing(
-    chosen: Chosen,
-    bad_checkpoints: tuple[str, ...],
-    next_number: int,
-    why_not: DirectoryError | None,
-) -> Recovered:
-    why = chosen.why
-    report = RecoveryReport(
-        base=Base.NONE, bad_checkpoints=bad_checkpoints, is_lost=bool(why), why=why
+def _evidence(
+    last_generation: int,
+    journals: Sequence[JournalContents],
+    found: Survivors,
+    on_devices: Mapping[Path, Noted],
+) -> Evidence:
+    entries = [entry for journal in journals for entry in journal.entries]
+    return Evidence(
+        has_base=True,
+        generation=last_generation,
+        names=max((entry.names for entry in entries if isinstance(entry, Known)), default=0),
+        unborn=found.unborn,
+        on_devices=on_devices,
     )
+
+
+def _report(
+    chosen: Chosen,
+    found: Survivors,
+    scans: Sequence[SlabScan],
+    skipped: tuple[str, ...],
+    gone: tuple[str, ...],
+) -> RecoveryReport:
+    return RecoveryReport(
+        base=chosen.base,
+        bad_checkpoints=chosen.bad_words,
+        is_lost=False,
+        why="",
+        **_journal_counts(chosen.journals, chosen.lengths),
+        cut=_cut(chosen.journals, chosen.lengths),
+        **_scan_counts(scans),
+        **_page_counts(found),
+        skipped=skipped,
+        gone=gone,
+        segments_gone=len(gone),
+        forgotten=chosen.forgotten,
+    )
+
+
+def _nothing(chosen: Chosen, next_number: int, why_not: DirectoryError | None) -> Recovered:
+    why, bad = chosen.why, chosen.bad_words
+    report = RecoveryReport(base=Base.NONE, bad_checkpoints=bad, is_lost=bool(why), why=why)
     return Recovered(
         classes={},
         families=(),
@@ -316,12 +328,6 @@ def _classes(
         for slab, size in sorted((base.classes | dict(marks)).items())
         if place.has_class(slab, size) and slab not in but
     }
-
-
-def _names(journals: Sequence[JournalContents]) -> int:
-    """The highest number of a namespace that they know of."""
-    entries = [entry for journal in journals for entry in journal.entries]
-    return max((entry.names for entry in entries if isinstance(entry, Known)), default=0)
 
 
 def _last_generation(

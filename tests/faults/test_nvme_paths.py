@@ -230,7 +230,8 @@ def test_generations_older_than_the_pages_stop_the_start_by_name(make_daemon, co
 
     said = refused(daemon)
     assert "its file `generations` is older than the pages" in said
-    assert "remedy: Put the file back as it was, or start once with `--discard-cache`." in said
+    assert "remedy: Put the file back as it was last, or start once with `kvtier serve" in said
+    assert "--discard-cache` (every cached page is then a miss)" in said
 
     (base / "state" / "generations").write_bytes(newer)
     with connect(daemon.start()) as kv:
