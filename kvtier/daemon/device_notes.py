@@ -4,7 +4,8 @@ was given an older copy of the directory (tiers/nvme_noted.py).
 At the start before READY, within a second of a new journal or of the end of a namespace, and at the
 end. What they note is durable in the directory by then, so a process that is killed anywhere leaves
 devices that know less, never more. A device that cannot take the note (full, read-only, away) knows
-what it knew. Event loop's thread; files are written by the threads of the device.
+what it knew. Event loop's thread; files are written by a thread of each device, apart from those
+that serve it: a note that takes long says nothing about the device.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from kvtier.daemon.registry import Registry
 from kvtier.errors import Busy, TierIOError
 from kvtier.tiers.base import TierOperation
 from kvtier.tiers.crash_points import crash_point
-from kvtier.tiers.io_pool import IoClass
+from kvtier.tiers.io_pool import IoClass, IoPool
 from kvtier.tiers.nvme_noted import Noted
 
 __all__ = ["DeviceNotes"]
 
 log = logging.getLogger(__name__)
+
+#: How long somebody waits for a note: a start, say.
+_NOTE_S = 2.0
 
 
 class DeviceNotes:
@@ -40,6 +44,15 @@ class DeviceNotes:
         #: What each device has noted in this boot: journal, and number of a namespace.
         self._done: dict[int, tuple[int, int]] = {}
         self._refused: set[int] = set()  # those that the log has heard of
+        self._pools = {
+            number: IoPool(threads=1, name=f"kvtier-note{number}", queue_max=1)
+            for number in devices.health
+        }
+
+    def close(self) -> None:
+        """A note that hangs is left alone."""
+        for pool in self._pools.values():
+            pool.close(0)
 
     async def note(self) -> None:
         """Does nothing where all is noted. What fails here is found out, and told, by others."""
@@ -58,10 +71,10 @@ class DeviceNotes:
     async def _note(self, health: DeviceHealth, noted: Noted) -> None:
         number = health.device.number
         try:
-            job = health.pool.submit(IoClass.DEMOTE, partial(_write, health, noted))
-            await job.wait(self._devices.timeout_s)
+            job = self._pools[number].submit(IoClass.DEMOTE, partial(_write, health, noted))
+            await job.wait(_NOTE_S)
         except (Busy, TimeoutError):
-            return  # next time; a device that hangs is taken offline for what waits behind it
+            return  # next time
         except TierIOError as error:
             if number not in self._refused:
                 self._refused.add(number)

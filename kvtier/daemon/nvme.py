@@ -178,6 +178,7 @@ class NvmeService:
         """Ends everything, whatever state it is in."""
         await self._within(_END_MOVES_S, self.tiering.close())
         await self._within(_END_CHECKPOINT_S, self.durability.close())
+        self._notes.close()
         self.devices.close()
         self.parts.tier.close()
 

@@ -84,10 +84,7 @@ class DeviceDirectory:
         noted before stands."""
         self.check_present()
         with self._naming:
-            identity = replace(self._identity, noted=noted)
-            with _plain_errors():
-                write_sealed(self.path / _IDENTITY, _KIND, _identity_payload(identity))
-            self._identity = identity
+            self._write_identity(replace(self._identity, noted=noted), is_there=self._is_named())
 
     def check_present(self) -> None:
         """Raises OSError (ENOENT) when the path leads to another directory, or nowhere."""
@@ -101,18 +98,31 @@ class DeviceDirectory:
     def keep_identity(self) -> None:
         """Writes the file `device` again if somebody took it away or damaged it: without it no
         start takes the pages for this daemon's. Raises OSError, also if it names another device."""
+        if not self._naming.acquire(blocking=False):
+            return  # it is being written now
+        try:
+            if not self._is_named():
+                self._write_identity(self._identity, is_there=False)
+        finally:
+            self._naming.release()
+
+    def _is_named(self) -> bool:
+        """Whether its file is there, whole. Raises OSError, also if it names another device."""
+        try:
+            found = read_identity(self.path)
+        except DirectoryError:
+            return False
+        if found is not None and replace(found, noted=self._identity.noted) != self._identity:
+            raise OSError(errno.ESTALE, f"its file `{_IDENTITY}` is that of another device")
+        return found is not None
+
+    def _write_identity(self, identity: DeviceIdentity, *, is_there: bool) -> None:
         path = self.path / _IDENTITY
-        with self._naming:
-            try:
-                found = read_identity(self.path)
-            except DirectoryError:
-                found = None
-            if found is None:
-                with _plain_errors():
-                    write_sealed(path, _KIND, _identity_payload(self._identity))
-                log.warning("nvme.device_named_again", extra={"path": str(path)})
-            elif replace(found, noted=self._identity.noted) != self._identity:
-                raise OSError(errno.ESTALE, f"its file `{_IDENTITY}` is that of another device")
+        with _plain_errors():
+            write_sealed(path, _KIND, _identity_payload(identity))
+        self._identity = identity
+        if not is_there:
+            log.warning("nvme.device_named_again", extra={"path": str(path)})
 
     def names(self) -> list[str]:
         return sorted(entry.name for entry in self.path.iterdir())

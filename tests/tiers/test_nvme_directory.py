@@ -90,6 +90,16 @@ def test_what_is_noted_stays_when_the_file_is_taken_away(path):
     assert read_identity(path) == replace(OURS, noted=NOTED)
 
 
+def test_nothing_is_noted_over_the_name_of_another_device(path):
+    with contextlib.closing(open_directory(path, OURS)) as directory:
+        other = replace(OURS, number=4)
+        opened_and_closed(path.with_name("other"), other)
+        (path.with_name("other") / "device").replace(path / "device")
+        with pytest.raises(OSError, match="is that of another device"):
+            directory.note(NOTED)
+    assert read_identity(path) == other
+
+
 def test_nothing_is_noted_in_another_directory(path):
     """What is mounted there now is not the device."""
     with contextlib.closing(open_directory(path, OURS)) as directory:
