@@ -22,7 +22,7 @@ from kvtier.errors import CorruptRecord, DirectoryError, InvalidConfigValue, Tie
 from kvtier.packing.checksum import verify_payload
 from kvtier.packing.record import HEADER_BYTES, decode_header
 from kvtier.tiers.base import SLOT_BYTES
-from kvtier.tiers.nvme_base import files_left
+from kvtier.tiers.nvme_base import without_geometry
 from kvtier.tiers.nvme_checkpoint import (
     CHECKPOINT,
     CHECKPOINT_OLD,
@@ -117,15 +117,16 @@ def check_directory(path: Path, *, payloads: bool) -> DirectoryFindings:
     with open_directory(path, read_only=True) as directory:
         findings.geometry = load_geometry(path)
         if findings.geometry is None:
-            if files_left(path):
-                words = "the file geometry is missing, which says where pages lie"
-                findings.damage.append(words)
-                findings.refusals.append(f"{words}; remedy: {LOST_STATE}")
-            else:
+            refusal = without_geometry(path)
+            if refusal is None:
                 findings.notes.append("there is no NVMe tier")
+            else:
+                findings.damage.append(str(refusal))
+                findings.refusals.append(f"{refusal}; remedy: {refusal.remedy}")
             return findings
         namespaces = _namespaces(path, directory.load_namespaces())
-        _check_tier(findings, findings.geometry, namespaces)
+        bound = directory.generation_bound
+        _check_tier(findings, findings.geometry, namespaces, generation_bound=bound)
     return findings
 
 
@@ -152,7 +153,13 @@ def _note_leftovers(findings: DirectoryFindings) -> None:
             findings.notes.append(f"{item.name} is left of a write that never ended")
 
 
-def _check_tier(findings: DirectoryFindings, geometry: Geometry, namespaces: Namespaces) -> None:
+def _check_tier(
+    findings: DirectoryFindings,
+    geometry: Geometry,
+    namespaces: Namespaces,
+    *,
+    generation_bound: int,
+) -> None:
     families = namespaces.families()
     # As a start does: two directories whose names were swapped are the devices they were.
     geometry = with_paths(geometry, [path for _, path in geometry.devices])
@@ -168,6 +175,9 @@ def _check_tier(findings: DirectoryFindings, geometry: Geometry, namespaces: Nam
             segment_bytes=geometry.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
             generation_floor=namespaces.generation_floor,
+            generation_bound=generation_bound,
+            names=namespaces.last_number,
+            noted={look.path: look.noted for look in looks if not look.problem},
             is_expected=lambda slab: _is_expected(looks, slab),
             present=[look.number for look in looks if not look.problem],
             threads=1,

@@ -17,7 +17,7 @@ from kvtier.errors import CorruptRecord, DirectoryError, InvalidConfigValue
 from kvtier.packing.checksum import verify_payload
 from kvtier.packing.record import HEADER_BYTES, RecordHeader, decode_header, record_bytes
 from kvtier.tiers.nvme_checkpoint import CHECKPOINT_MAGIC, CheckpointState, read_checkpoint
-from kvtier.tiers.nvme_frames import JOURNAL_MAGIC, Delete, Drop, Entry, Mark
+from kvtier.tiers.nvme_frames import JOURNAL_MAGIC, Delete, Drop, Entry, Known, Mark
 from kvtier.tiers.nvme_geometry import load_geometry, split_slab
 from kvtier.tiers.nvme_journal import read_journal
 from kvtier.tiers.nvme_lengths import LENGTHS, LENGTHS_MAGIC, parse_lengths
@@ -218,6 +218,9 @@ def _entry(entry: Entry) -> dict[str, Any]:
             return {"entry": "MARK", **place, "record_bytes": entry.record_bytes}
         case Drop():
             return {"entry": "DROP", "generations": list(entry.generations)}
+        case Known():
+            lengths = [{"journal": number, "bytes": nbytes} for number, nbytes in entry.lengths]
+            return {"entry": "KNOWN", "names": entry.names, "lengths": lengths}
         case Delete():
             return {
                 "entry": "DELETE",

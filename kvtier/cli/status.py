@@ -56,7 +56,7 @@ def _lines(status: Status) -> Iterator[str]:
     yield f"  planes     {', '.join(status.planes) or '-'}"
     for warning in status.warnings:
         yield f"  warning    {warning}"
-    counters = {name: count for name, count in status.counters.items() if count}
+    counters = {_COPIES.get(name, name): n for name, n in status.counters.items() if n}
     tables = (
         (_TIER, [_tier(tier) for tier in status.tiers]),
         (_POOL, [_pool(pool) for pool in status.pools]),
@@ -71,6 +71,10 @@ def _lines(status: Status) -> Iterator[str]:
             yield from table(header, rows)
 
 
+#: Totals of the store are of copies, of which a page has one in each tier where it is.
+_COPIES = {
+    name: f"copies_{name}" for name in ("stored", "deleted", "evicted", "evicted_last", "condemned")
+}
 _TIER = ("tier", "capacity", "ready", "used", "pages", "filling", "quarantined", "pinned")
 _POOL = ("pool", "engine", "device", "capacity", "pages", "used", "draining", "pinned", "told")
 _DEVICE = ("device", "online", "direct I/O", "capacity", "on disk", "reason")

@@ -68,6 +68,11 @@ class Namespaces:
         """The highest generation of those that were deleted, 0 for none."""
         return self._generation_floor
 
+    @property
+    def last_number(self) -> int:
+        """Of a namespace, given last; it rises whenever a family is made, bumped or deleted."""
+        return self._last_number
+
     def is_new(self, fingerprint: bytes) -> bool:
         return fingerprint not in self._families
 
@@ -134,6 +139,7 @@ class Namespaces:
         del self._families[fingerprint]
         del self._by_number[family.number]
         self._generation_floor = max(self._generation_floor, family.generation)
+        self._last_number += 1  # given to none: so that a state of before can be told from this one
         return family.number
 
     def to_state(self) -> dict[str, object]:

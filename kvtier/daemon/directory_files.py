@@ -29,6 +29,7 @@ from kvtier.tiers.nvme_checkpoint import (
 from kvtier.tiers.nvme_journal import (
     Entry,
     Journal,
+    Known,
     journal_number,
     journal_paths,
     remove_old,
@@ -36,7 +37,7 @@ from kvtier.tiers.nvme_journal import (
 )
 from kvtier.tiers.nvme_lengths import LengthNote
 from kvtier.tiers.nvme_snapshot import Snapshot
-from kvtier.tiers.nvme_state import padded, unwritable
+from kvtier.tiers.nvme_state import padded, sync_directory, unwritable
 from kvtier.tiers.plain_file import opened_plain
 from kvtier.tiers.sealed_file import Signature, signature_of
 
@@ -75,14 +76,21 @@ class StateFiles(Protocol):
 
 class DirectoryFiles:
     """StateFiles in the daemon directory. `keep` makes its other files good, or raises
-    DirectoryError when it is not the directory of this daemon any more."""
+    DirectoryError when it is not the directory of this daemon any more; `names` is the number that
+    a namespace was given last, as far as that is durable."""
 
     def __init__(
-        self, directory: Path, directory_id: bytes, *, keep: Callable[[], None] = lambda: None
+        self,
+        directory: Path,
+        directory_id: bytes,
+        *,
+        keep: Callable[[], None] = lambda: None,
+        names: Callable[[], int] = lambda: 0,
     ) -> None:
         self._directory = directory
         self._directory_id = directory_id
         self._keep = keep
+        self._names = names
         self._note = LengthNote(directory, directory_id)
         #: Those of this life that a start may need, which look after themselves; the present last.
         self._journals: list[Journal] = []
@@ -91,7 +99,7 @@ class DirectoryFiles:
         self._changing = threading.Lock()  # checkpoints, older journals, and what is known of them
 
     async def create_journal(self, number: int) -> JournalFile:
-        def prepare() -> None:
+        def prepare() -> tuple[tuple[int, int], ...]:
             self._keep()
             remove_unused(self._directory, number)
             # A start may have read what was written and not synced, and goes on from it.
@@ -100,10 +108,15 @@ class DirectoryFiles:
             if not self._journals:
                 with self._change():
                     pass  # what is there, a start has read
+            return self._note.before(number)
 
-        await asyncio.to_thread(prepare)
+        lengths = await asyncio.to_thread(prepare)
         journal = await Journal.create(
-            self._directory, number=number, directory_id=self._directory_id, note=self._note
+            self._directory,
+            number=number,
+            directory_id=self._directory_id,
+            note=self._note,
+            opening=Known(self._names(), lengths),
         )
         self._journals = [*self._journals, journal]
         return journal
@@ -130,6 +143,36 @@ class DirectoryFiles:
                     del self._known[path]
 
         await asyncio.to_thread(remove)
+
+    async def remove_checkpoints(self) -> None:
+        """Durably: whatever else is there, no start finds a page of before. Raises DirectoryError,
+        and then the newest may be there still, with every journal."""
+
+        def remove() -> None:
+            with self._changing:
+                for name in (CHECKPOINT_OLD, CHECKPOINT):
+                    (self._directory / name).unlink(missing_ok=True)
+                    self._known.pop(self._directory / name, None)
+                sync_directory(self._directory)
+
+        await self._removing(remove)
+
+    async def remove_journals(self) -> None:
+        """All, when there is no checkpoint and nothing is written. Raises DirectoryError."""
+
+        def remove() -> None:
+            with self._changing:
+                self._journals, self._known = [], {}
+                for path in journal_paths(self._directory).values():
+                    path.unlink(missing_ok=True)
+
+        await self._removing(remove)
+
+    async def _removing(self, remove: Callable[[], None]) -> None:
+        try:
+            await asyncio.to_thread(remove)
+        except OSError as error:
+            raise unwritable(self._directory, error) from error
 
     async def older_bytes(self) -> int:
         return await asyncio.to_thread(self._older_bytes)

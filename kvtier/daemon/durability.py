@@ -18,6 +18,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +30,10 @@ from kvtier.daemon.directory_files import DirectoryFiles, JournalFile, StateFile
 from kvtier.daemon.nvme_image import NameOf, snapshot_of
 from kvtier.errors import DirectoryError
 from kvtier.tiers.crash_points import crash_point
-from kvtier.tiers.nvme_journal import Delete, Drop, Entry, Mark
+from kvtier.tiers.nvme_journal import Delete, Drop, Entry, Known, Mark
 from kvtier.tiers.nvme_state import padded
 
-__all__ = ["DirectoryFiles", "Durability", "JournalFile", "StateFiles"]
+__all__ = ["KEPT_JOURNALS", "DirectoryFiles", "Durability", "JournalFile", "StateFiles"]
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ _AFTER_FAILURE_S = 5.0
 _WAITING_EVERY = 10
 #: So many times the longest journal for all before the newest, for which the plan of the tier
 #: leaves room.
-_KEPT_JOURNALS = 2
+KEPT_JOURNALS = 2
 #: Copies that are gone and could not be journalled: so many are, with the next checkpoint.
 _UNSAID_MAX = 4096
 
@@ -95,6 +96,11 @@ class Durability:
     @property
     def journal_bytes(self) -> int:
         return self._journal.size_bytes if self._journal is not None else 0
+
+    @property
+    def number(self) -> int:
+        """Of the newest journal, which is there durably; 0 for none yet."""
+        return self._number if self._journal is not None else 0
 
     @property
     def problem(self) -> str:
@@ -158,6 +164,13 @@ class Durability:
             self._unsaid = [*self._unsaid, *generations][-_UNSAID_MAX:]
             raise
 
+    async def know(self, names: int) -> None:
+        """A namespace has ended, durably, and the registry is at this number: a start with a file
+        of before finds that out. Where it cannot be written the next journal begins with it."""
+        if self._journal is not None:
+            with suppress(DirectoryError):  # status and log say so
+                await self._append([Known(names)])
+
     def doom(self, namespace: int, shard: int, keys: npt.NDArray[np.uint8]) -> Delete | None:
         """What has to be journalled of a delete that the store has made in this moment: it covers
         every copy that was begun before, and none that is begun from now on."""
@@ -217,7 +230,7 @@ class Durability:
             async with self._checkpointing:
                 await self._checkpoint()
                 # While something waits, the one before it is for that.
-                is_long = self._older_bytes > _KEPT_JOURNALS * self._journal_bytes_max
+                is_long = self._older_bytes > KEPT_JOURNALS * self._journal_bytes_max
                 if (both or is_long) and not self.waits:
                     await self._checkpoint()
         except DirectoryError as error:
@@ -282,7 +295,7 @@ class Durability:
         age_s = time.monotonic() - self._checkpoint_at
         slots = sum(self._segment_bytes // size for size in self.marked_slabs.values())
         journals_bytes = self.journal_bytes + self._older_bytes
-        is_much = journals_bytes > (_KEPT_JOURNALS + 1) * self._journal_bytes_max
+        is_much = journals_bytes > (KEPT_JOURNALS + 1) * self._journal_bytes_max
         if self.waits:
             # Every journal is kept: few of them; and the start that finds the device reads all.
             every_s, slots, is_much = every_s * _WAITING_EVERY, 0, False
@@ -295,7 +308,7 @@ class Durability:
 
     def _give_up_what_is_too_long(self) -> None:
         """Journals are kept for devices that are away as long as there is room for them."""
-        if self.waits and self._older_bytes > _KEPT_JOURNALS * self._journal_bytes_max:
+        if self.waits and self._older_bytes > KEPT_JOURNALS * self._journal_bytes_max:
             log.error("nvme.pages_given_up", extra={"pages_of_device": dict(self.waits)})
             self.given_up |= self.waits
             self.waits = {}

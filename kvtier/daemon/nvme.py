@@ -7,7 +7,6 @@ store and the registry are there; from then on the parts run.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,6 +20,7 @@ from kvtier.core.page import KEY_BYTES, Codec, Tier
 from kvtier.core.snapshots import Copies
 from kvtier.core.store import Store
 from kvtier.daemon.device_health import DeviceHealth
+from kvtier.daemon.device_notes import DeviceNotes
 from kvtier.daemon.devices import Devices
 from kvtier.daemon.durability import DirectoryFiles, Durability
 from kvtier.daemon.metrics import Samples
@@ -29,11 +29,10 @@ from kvtier.daemon.registry import Registry
 from kvtier.daemon.scrub import NvmeSegments
 from kvtier.daemon.state import DaemonDirectory
 from kvtier.daemon.tiering import Tiering
-from kvtier.errors import DirectoryError, TierIOError
-from kvtier.tiers.base import SLOT_BYTES, errno_of
+from kvtier.errors import DirectoryError
+from kvtier.tiers.base import SLOT_BYTES
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import (
-    DEVICE_SLABS_MAX,
     GEOMETRY_FILE,
     journal_bytes_max,
     slab_number,
@@ -77,13 +76,19 @@ class NvmeService:
         self._store = store
         self._registry = registry
         self.durability = Durability(
-            DirectoryFiles(parts.directory, parts.geometry.directory_id, keep=directory.keep),
+            DirectoryFiles(
+                parts.directory,
+                parts.geometry.directory_id,
+                keep=directory.keep,
+                names=lambda: registry.last_number,
+            ),
             store,
             name_of=registry.name_of,
             segment_bytes=parts.geometry.segment_bytes,
             journal_bytes_max=journal_bytes_max(config.bytes),
         )
         self.devices = Devices(parts.tier, store, self.durability, parts.plan, config)
+        self._notes = DeviceNotes(self.devices, self.durability, store, registry)
         self.mover = Mover(store, arena, self.devices, codec=_CODECS[config.codec])
         self.tiering = Tiering(
             store,
@@ -110,15 +115,9 @@ class NvmeService:
             self.pages_rejected[number, segment_name(local)] = pages
         for what in recovered.report.warnings():
             log.warning("nvme.recovery", extra={"what": what})
-        spent = self._store.snapshots.last_generation
-        if recovered.last_generation > spent:
-            raise DirectoryError(
-                f"NVMe holds generation {recovered.last_generation}, the daemon directory says"
-                f" that {spent} is the last: its file `generations` is older than the pages",
-                remedy="Put the file back as it was, or start once with `--discard-cache`.",
-            )
         if recovered.refusal is not None:
             raise recovered.refusal
+        await asyncio.to_thread(self.parts.remove_segments_over)
         pages = self._load(recovered)
         self.durability.wait_for(recovered.waits)
         await self.durability.begin(
@@ -129,6 +128,7 @@ class NvmeService:
             with suppress(DirectoryError):  # status and log say so
                 await self.durability.checkpoint(both=True)
         await self.devices.probe_all()
+        await self._notes.note()
         log.info(
             "nvme.recovered",
             extra={
@@ -146,6 +146,7 @@ class NvmeService:
             ("nvme clean", self._clean, _CLEAN_S),
             ("nvme sync", self.devices.sync, config.sync_s),
             ("nvme files", self.devices.check_files, _FILES_S),
+            ("nvme note", self._notes.note, _FILES_S),
             ("nvme retry", self.devices.retry, min(config.retry_s, 1.0)),
             ("nvme sweep", self.devices.sweep, _SWEEP_S),
             ("nvme checkpoint", self._checkpoint_if_due, min(config.checkpoint_s, 1.0)),
@@ -170,12 +171,14 @@ class NvmeService:
         await self._within(_END_MOVES_S, self.tiering.close())
         await self._within(_END_SYNC_S, self.devices.sync())
         await self._within(_END_CHECKPOINT_S, self.durability.checkpoint())
+        await self._within(_END_SYNC_S, self._notes.note())
         return lost
 
     async def close(self) -> None:
         """Ends everything, whatever state it is in."""
         await self._within(_END_MOVES_S, self.tiering.close())
         await self._within(_END_CHECKPOINT_S, self.durability.close())
+        self._notes.close()
         self.devices.close()
         self.parts.tier.close()
 
@@ -306,21 +309,8 @@ class NvmeService:
 
     def _recover(self) -> Recovered:
         """A thread of its own: what the files say."""
-        tier, limit = self.parts.tier, self.parts.plan.segments_per_device
+        tier = self.parts.tier
         remove_old(self.parts.directory, keep_from=0)  # no journal: what was being written then
-        for device in tier.devices:
-            # Where nvme.bytes is less than it was; what cannot be used takes up room as well.
-            for local in sorted(n for n in device.segments if n >= limit):
-                try:
-                    tier.remove_segment(slab_number(device.number, local))
-                except TierIOError as error:
-                    if errno_of(error) != errno.EROFS:  # there it stays, and is not used
-                        raise
-            # What has a number that no segment can have is nothing of kvtier's: it stays.
-            rejected = sorted(device.rejected_segments)
-            for local in [n for n in rejected if limit <= n < DEVICE_SLABS_MAX]:
-                with suppress(TierIOError):  # it stays, and is named in the warnings
-                    tier.remove_segment(slab_number(device.number, local))
         families = self._registry.families()
         return recover(
             self.parts.directory,
@@ -330,6 +320,9 @@ class NvmeService:
             segment_bytes=tier.segment_bytes,
             generations={f.identity.fingerprint: f.generation for f in families},
             generation_floor=self._registry.generation_floor,
+            generation_bound=self._store.snapshots.last_generation,
+            names=self._registry.last_number,
+            noted={device.path: device.directory.noted for device in tier.devices},
             is_expected=self._is_expected,
             present=[device.number for device in tier.devices],
             unreadable=[

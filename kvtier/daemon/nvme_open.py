@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,12 +23,12 @@ from kvtier.packing.fp8 import warm_up
 from kvtier.tiers.base import errno_of
 from kvtier.tiers.direct_file import DirectMode
 from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_base import files_left
+from kvtier.tiers.nvme_base import without_geometry
 from kvtier.tiers.nvme_device import NvmeDevice, open_device
 from kvtier.tiers.nvme_directory import read_identity
 from kvtier.tiers.nvme_geometry import (
+    DEVICE_SLABS_MAX,
     DIRECTORY_ID_BYTES,
-    GEOMETRY_FILE,
     Geometry,
     Plan,
     first_segment_bytes,
@@ -38,7 +39,6 @@ from kvtier.tiers.nvme_geometry import (
 )
 from kvtier.tiers.nvme_paths import with_paths
 from kvtier.tiers.plain_file import NOT_A_FILE
-from kvtier.tiers.sealed_file import LOST_STATE
 
 __all__ = ["DIRECT_MODES", "NvmeParts", "prepare"]
 
@@ -74,6 +74,23 @@ class NvmeParts:
         room = self.plan.segments_per_device * len(self.tier.devices) * self.tier.segment_bytes
         return min(room // PAGE_BYTES_PER_INDEX_ENTRY, self.config.pages_max)
 
+    def remove_segments_over(self) -> None:
+        """Those that there is no room for where nvme.bytes is less than it was; what cannot be used
+        takes up room as well. A thread. Raises TierIOError."""
+        limit = self.plan.segments_per_device
+        for device in self.tier.devices:
+            for local in sorted(n for n in device.segments if n >= limit):
+                try:
+                    self.tier.remove_segment(slab_number(device.number, local))
+                except TierIOError as error:
+                    if errno_of(error) != errno.EROFS:  # there it stays, and is not used
+                        raise
+            # What has a number that no segment can have is nothing of kvtier's: it stays.
+            rejected = sorted(device.rejected_segments)
+            for local in [n for n in rejected if limit <= n < DEVICE_SLABS_MAX]:
+                with suppress(TierIOError):  # it stays, and is named in the warnings
+                    self.tier.remove_segment(slab_number(device.number, local))
+
     def allocator(self) -> SlabAllocator:
         """For all segments that the tier may ever have."""
         numbers = [
@@ -94,12 +111,8 @@ def prepare(config: NvmeConfig, directory: Path, *, discard_cache: bool = False)
     if config.codec is CodecName.FP8:
         warm_up()  # takes seconds, which no page should wait for
     known = load_geometry(directory)
-    if known is None and not discard_cache and (left := files_left(directory)):
-        raise DirectoryError(
-            f"{directory / GEOMETRY_FILE[0]} is missing although {left[0].name} is there:"
-            " nothing says where the pages lie",
-            remedy=LOST_STATE,
-        )
+    if known is None and not discard_cache and (refusal := without_geometry(directory)):
+        raise refusal
     if known is None:
         known = Geometry(
             directory_id=secrets.token_bytes(DIRECTORY_ID_BYTES),

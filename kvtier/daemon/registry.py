@@ -9,7 +9,7 @@ on another one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from kvtier.daemon.state import DaemonDirectory
 from kvtier.errors import DirectoryError
 from kvtier.packing.layout import Layout
 from kvtier.tiers.crash_points import crash_point
+from kvtier.tiers.sealed_file import LOST_STATE
 from kvtier.transfer.mover import Subject
 from kvtier.transfer.place import Identity
 
@@ -41,6 +42,10 @@ class Registry:
         self._ending: dict[int, tuple[bytes, int]] = {}
         state = directory.load_namespaces()
         self._namespaces = self._loaded(state) if state else self._empty()
+        #: Given last to a namespace, and durable: see Namespaces.
+        self.last_number = self._namespaces.last_number
+        #: Is told that number when something has ended: a file of before must not pass for newest.
+        self.on_ended: Callable[[int], Awaitable[None]] | None = None
         for family in self._namespaces.families():
             self._register(family)
 
@@ -159,6 +164,7 @@ class Registry:
                 await self._save(before)
             self._end(ended)
             self._register(family)
+            await self._tell_ended()
             return family.generation, True
 
     async def _delete(self, fingerprint: bytes) -> int:
@@ -169,7 +175,12 @@ class Registry:
                 await self._save(before)
             pages = self._store.survey.pages_by_namespace().get(number, 0)
             self._end(number)
+            await self._tell_ended()
             return pages
+
+    async def _tell_ended(self) -> None:
+        if self.on_ended is not None:
+            await self.on_ended(self.last_number)
 
     @contextmanager
     def _counting_until_saved(self, fingerprint: bytes) -> Iterator[None]:
@@ -191,6 +202,7 @@ class Registry:
         except DirectoryError:
             self._namespaces = self._loaded(before)
             raise
+        self.last_number = self._namespaces.last_number
 
     def _register(self, family: Family) -> None:
         self._fingerprints[family.number] = family.identity.fingerprint
@@ -213,6 +225,6 @@ class Registry:
         except (KeyError, TypeError, ValueError) as error:
             raise DirectoryError(
                 f"the namespaces in {self._directory.path} make no sense: {error}",
-                remedy="Name a new daemon.directory (every cached page is then a miss).",
+                remedy=LOST_STATE,
             ) from error
         return namespaces

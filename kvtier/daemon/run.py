@@ -213,13 +213,16 @@ def _warn_of_nvme(node: Node, unusable: dict[Path, str]) -> None:
 
 async def _start_nvme(node: Node) -> None:
     """The pages of earlier boots, or what they need in a boot without the tier."""
+    config = node.config.nvme
     if node.nvme is not None:
         await node.nvme.start()
+    else:
+        node.durability = await keep_deletes(node.directory, node.store, node.registry, config)
+    if node.durability is None:
         return
-    node.durability = await keep_deletes(node.directory, node.store, node.registry)
-    if node.durability is not None:
-        is_wanted = bool(node.config.nvme.paths)
-        why = "no path of nvme.paths can be used" if is_wanted else "nvme.paths is empty"
+    node.registry.on_ended = node.durability.know
+    if node.nvme is None:
+        why = "no path of nvme.paths can be used" if config.paths else "nvme.paths is empty"
         node.warn(f"{why}, and there are pages on NVMe: they are not served")
 
 

@@ -27,6 +27,8 @@ CRASH_POINTS: Final = {
     "promote.read": "the record is read into its slot in host memory",
     "promote.sealed": "the copy in host memory is findable",
     "segment.created": "a segment file is made, and not used yet",
+    "device.before_note": "a journal is begun, and a device has not noted it yet",
+    "device.noted": "a device has noted how far the daemon directory has got",
     "journal.half": "half of the bytes of an append are written",
     "journal.written": "an append is written and not synced",
     "checkpoint.begun": "the next journal is begun, the checkpoint is not written",

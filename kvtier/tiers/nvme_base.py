@@ -10,7 +10,7 @@ Nothing is written. Synchronous, from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import pairwise
@@ -24,10 +24,12 @@ from kvtier.tiers.nvme_checkpoint import (
     CheckpointState,
     read_checkpoint,
 )
-from kvtier.tiers.nvme_journal import journal_paths, read_journal
+from kvtier.tiers.nvme_geometry import GEOMETRY_FILE
+from kvtier.tiers.nvme_journal import JournalContents, Known, journal_paths, read_journal
 from kvtier.tiers.nvme_lengths import JournalLengths, read_lengths
+from kvtier.tiers.sealed_file import LOST_STATE
 
-__all__ = ["Base", "Chosen", "choose", "files_left"]
+__all__ = ["Base", "Chosen", "choose", "files_left", "without_geometry"]
 
 
 class Base(Enum):
@@ -42,29 +44,46 @@ class Base(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     """`why`: why no page can be trusted, or "". `waits`: devices whose pages the checkpoint lacks,
-    and about how many; `forgotten` names those whose pages nothing tells of any more.
+    and about how many; `forgotten` names those whose pages nothing tells of any more. `newest` is
+    the highest number of a journal or checkpoint that anything in the directory tells of.
     """
 
     base: Base
     file: CheckpointFile | None
     why: str = ""
     bad: tuple[CheckpointFile, ...] = ()
-    journals: tuple[Path, ...] = ()
+    journals: tuple[JournalContents, ...] = ()
     lengths: JournalLengths = field(default_factory=JournalLengths)
     next_number: int = 1
+    newest: int = 0
     waits: dict[int, int] = field(default_factory=dict)
     #: No page up to here is new, whatever the base says.
     last_generation: int = 0
     forgotten: tuple[str, ...] = ()
 
+    @property
+    def bad_words(self) -> tuple[str, ...]:
+        return tuple(f"{file.path.name}: {file.reason}" for file in self.bad)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class _Journals:
-    """Those that are there, and how long each was."""
+    """Those that are there, and how long each was; `read` those that are needed first, for later
+    ones know how long others were."""
 
     paths: Mapping[int, Path]
     lengths: JournalLengths
     directory_id: bytes
+    contents: dict[int, JournalContents] = field(default_factory=dict)
+
+    def read(self, numbers: Sequence[int]) -> tuple[JournalContents, ...]:
+        """Raises DirectoryError."""
+        for number in [number for number in numbers if number not in self.contents]:
+            found = read_journal(self.paths[number], self.directory_id)
+            known = [entry for entry in found.entries if isinstance(entry, Known)]
+            self.lengths = self.lengths.with_more(item for one in known for item in one.lengths)
+            self.contents[number] = found
+        return tuple(self.contents[number] for number in numbers)
 
     def since(self, checkpoint: CheckpointFile) -> list[int]:
         return [number for number in sorted(self.paths) if number >= checkpoint.number]
@@ -86,6 +105,18 @@ def files_left(directory: Path) -> list[Path]:
     return [path for path in checkpoints if path.exists()] + list(journal_paths(directory).values())
 
 
+def without_geometry(directory: Path) -> DirectoryError | None:
+    """Why no daemon starts with a directory without `geometry`; None: nothing needs one."""
+    left = files_left(directory)
+    if not left:
+        return None
+    return DirectoryError(
+        f"{directory / GEOMETRY_FILE[0]} is missing although {left[0].name} is there:"
+        " nothing says where the pages lie",
+        remedy=LOST_STATE,
+    )
+
+
 def choose(directory: Path, directory_id: bytes, present: Collection[int] | None) -> Chosen:
     """`present` are the numbers of the devices that can be read; None: all there are.
 
@@ -97,23 +128,25 @@ def choose(directory: Path, directory_id: bytes, present: Collection[int] | None
     is_back = any(present is None or device in present for device in _waits(newest))
     if newest.state is not CheckpointState.GOOD or is_back:
         old = read_checkpoint(directory / CHECKPOINT_OLD, directory_id)
-    journals = _Journals(
-        journal_paths(directory), read_lengths(directory, directory_id), directory_id
-    )
+    lengths = read_lengths(directory, directory_id)
+    journals = _Journals(journal_paths(directory), lengths, directory_id)
     bad = tuple(f for f in (newest, old) if f is not None and f.state is CheckpointState.BAD)
     choice = _choice(newest, old, journals, present)
     file = choice.file
     known = [found.number for found in (*bad, newest, *([file] if file else []))]
     is_used = bool(journals.paths or bad or journals.lengths.of)
     waits = _waits(file) if file is not None else {}
+    newest_number = max([0, *journals.paths, *known])
+    why = _why_lost(file, journals, is_used=is_used)
     return Chosen(
         base=choice.base,
         file=file,
-        why=_why_lost(file, journals, is_used=is_used),
+        why=why,
         bad=bad,
-        journals=tuple(journals.paths[n] for n in (journals.since(file) if file else ())),
+        journals=journals.read(journals.since(file)) if file is not None and not why else (),
         lengths=journals.lengths,
-        next_number=max([0, *journals.paths, *known]) + 1,
+        next_number=newest_number + 1,
+        newest=max(newest_number, lengths.newest),
         waits={device: pages for device, pages in waits.items() if device not in choice.lost},
         last_generation=newest.snapshot.last_generation if newest.snapshot is not None else 0,
         forgotten=tuple(
@@ -169,14 +202,13 @@ def _why_lost(chosen: CheckpointFile | None, journals: _Journals, *, is_used: bo
 
 def _why_not(old: CheckpointFile, newest: CheckpointFile, journals: _Journals) -> str:
     """Why entries can be missing that the newest needs not and the older one does, or ""."""
-    for number in journals.since(old):
-        if number >= newest.number:
-            break
-        path = journals.paths[number]
-        try:
-            found = read_journal(path, journals.directory_id)
-        except DirectoryError as error:
-            return str(error)
-        if found.bad_frames or journals.lengths.lost_bytes(number, found.good_bytes):
-            return f"{path.name} is damaged"
+    before = [number for number in journals.since(old) if number < newest.number]
+    journals.read(journals.since(newest))  # they know how long the last two of these were
+    try:
+        contents = journals.read(before)
+    except DirectoryError as error:
+        return str(error)
+    for found in contents:
+        if found.bad_frames or journals.lengths.lost_bytes(found.number, found.good_bytes):
+            return f"{found.path.name} is damaged"
     return ""

@@ -126,7 +126,7 @@ class NvmeDevice:
         self.path = directory.path
         self.number = identity.number
         self.segment_bytes = segment_bytes
-        self._directory = directory
+        self.directory = directory
         self._directory_id = identity.directory_id
         self._files = DeviceFiles(directory.path, mode=mode, calls=calls)
         self._segments: frozenset[int] = frozenset()
@@ -177,7 +177,7 @@ class NvmeDevice:
 
     def find_segments(self) -> None:
         """For `open_device` and `look_again`: looks at every file. Raises OSError."""
-        names = self._directory.names()
+        names = self.directory.names()
         self._foreign = tuple(name for name in names if not is_ours(name))
         found, rejected, unreadable = {}, {}, set()
         for local in [local for name in names if (local := segment_number(name)) is not None]:
@@ -230,7 +230,7 @@ class NvmeDevice:
             with self._lock:
                 pending, self._unsynced = self._unsynced, set()
             try:
-                self._directory.check_present()
+                self.directory.check_present()
                 for local in sorted(pending & self._segments):
                     with self._borrow(local) as file:
                         _check_named(file)
@@ -247,7 +247,7 @@ class NvmeDevice:
         """
         with self._change_lock:
             try:
-                self._directory.check_present()
+                self.directory.check_present()
                 if local in self._segments or not 0 <= local < DEVICE_SLABS_MAX:
                     raise OSError(errno.EEXIST, f"{segment_name(local)} cannot be made")
                 self._make_file(local)
@@ -264,21 +264,21 @@ class NvmeDevice:
         """
         with self._change_lock:
             try:
-                self._directory.check_present()
+                self.directory.check_present()
                 (self.path / segment_name(local)).unlink(missing_ok=True)
                 self._forget_rejected(local)
                 self._segments -= {local}
                 self._files.drop(segment_name(local))
                 with self._lock:
                     self._unsynced.discard(local)
-                self._directory.sync()
+                self.directory.sync()
             except OSError as error:
                 raise self.failed(TierOperation.WRITE, error) from error
 
     def disk_bytes(self) -> int:
         """What the device's files take up on disk. Raises TierIOError."""
         try:
-            return self._directory.disk_bytes()
+            return self.directory.disk_bytes()
         except OSError as error:
             raise self.failed(TierOperation.READ, error) from error
 
@@ -286,7 +286,7 @@ class NvmeDevice:
         """A small file is written, synced, read back, compared, removed. Raises TierIOError."""
         with self._change_lock:
             try:
-                self._directory.check_present()
+                self.directory.check_present()
                 self._files.probe(PROBE_NAME)
             except OSError as error:
                 raise self.failed(TierOperation.WRITE, error) from error
@@ -296,9 +296,9 @@ class NvmeDevice:
         without one is lost, although it can be read as long as it is open. Raises TierIOError."""
         try:
             known = self._named
-            self._directory.check_present()
-            self._directory.keep_identity()
-            others = self._directory.other({segment_name(n): known[n] for n in known})
+            self.directory.check_present()
+            self.directory.keep_identity()
+            others = self.directory.other({segment_name(n): known[n] for n in known})
             for local in sorted(self._segments):  # those of now: it may have been made meanwhile
                 why = others.get(segment_name(local))
                 if why and self._named.get(local) == known.get(local):
@@ -310,7 +310,7 @@ class NvmeDevice:
         """For a device that was away: which segments are there now. Raises TierIOError."""
         with self._change_lock:
             try:
-                self._directory.check_present()
+                self.directory.check_present()
                 for local in self._segments:
                     self._files.drop(segment_name(local))  # it may be open, and have lost its name
                 self.find_segments()
@@ -326,7 +326,7 @@ class NvmeDevice:
     def close(self) -> None:
         """Closes what no call uses any more, the rest when its call ends; unlocks the directory."""
         self._files.close()
-        self._directory.close()
+        self.directory.close()
 
     def _borrow(self, local: int) -> contextlib.AbstractContextManager[DirectFile]:
         if local not in self._segments:
@@ -371,7 +371,7 @@ class NvmeDevice:
                 file.write_at(0, [header])
                 file.sync()
             temporary.replace(path)
-            self._directory.sync()
+            self.directory.sync()
             self._named = self._named | {local: file_id_of(path)}
         except OSError:
             for left in (temporary, path):

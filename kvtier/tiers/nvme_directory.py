@@ -1,8 +1,9 @@
 """The directory of one NVMe device: whose it is, that it is private, and that nobody else uses it.
 
-Its file `device`, a sealed file of kind "device", holds a msgpack map: version 1, directory_id (of
-the daemon directory), number (of the device there). A directory of another daemon is refused: its
-pages would be taken for free space.
+Its file `device`, a sealed file of kind "device", holds a msgpack map: version 2, directory_id (of
+the daemon directory), number (of the device there), noted [journal, generation, names] (how far the
+daemon directory had got, see nvme_noted). Version 1 had nothing noted. A directory of another
+daemon is refused: its pages would be taken for free space.
 
 Errors: DirectoryError for what the operator has to decide; OSError when the file system fails,
 which may be over later. Thread rule: any thread; all of it blocks as long as the device does.
@@ -16,14 +17,17 @@ import fcntl
 import logging
 import os
 import stat
+import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgpack
 
 from kvtier.errors import DirectoryError
 from kvtier.tiers.nvme_geometry import DEVICES_MAX, DIRECTORY_ID_BYTES
+from kvtier.tiers.nvme_noted import NOTHING_NOTED, Noted
 from kvtier.tiers.nvme_segment import segment_number
 from kvtier.tiers.sealed_file import TEMPORARY_SUFFIX, read_sealed, write_sealed
 
@@ -40,7 +44,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-DEVICE_VERSION = 1
+DEVICE_VERSION = 2
 PROBE_NAME = f"probe{TEMPORARY_SUFFIX}"
 
 #: File system and inode: which file a name leads to.
@@ -53,10 +57,12 @@ _DISCARD = "start once with `--discard-cache` (every page on NVMe is then a miss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceIdentity:
-    """Which daemon directory a device belongs to (16 bytes), and its number there."""
+    """Which daemon directory a device belongs to (16 bytes), its number there, and how far that
+    directory had got."""
 
     directory_id: bytes
     number: int
+    noted: Noted = NOTHING_NOTED
 
 
 class DeviceDirectory:
@@ -66,6 +72,19 @@ class DeviceDirectory:
         self.path = path
         self._fd = fd
         self._identity = identity
+        self._naming = threading.Lock()  # for the identity and its file
+
+    @property
+    def noted(self) -> Noted:
+        """What its file says of the daemon directory."""
+        return self._identity.noted
+
+    def note(self, noted: Noted) -> None:
+        """Durably notes how far the daemon directory has got. Raises OSError, and then what was
+        noted before stands."""
+        self.check_present()
+        with self._naming:
+            self._write_identity(replace(self._identity, noted=noted), is_there=self._is_named())
 
     def check_present(self) -> None:
         """Raises OSError (ENOENT) when the path leads to another directory, or nowhere."""
@@ -79,17 +98,31 @@ class DeviceDirectory:
     def keep_identity(self) -> None:
         """Writes the file `device` again if somebody took it away or damaged it: without it no
         start takes the pages for this daemon's. Raises OSError, also if it names another device."""
-        path = self.path / _IDENTITY
+        if not self._naming.acquire(blocking=False):
+            return  # it is being written now
+        try:
+            if not self._is_named():
+                self._write_identity(self._identity, is_there=False)
+        finally:
+            self._naming.release()
+
+    def _is_named(self) -> bool:
+        """Whether its file is there, whole. Raises OSError, also if it names another device."""
         try:
             found = read_identity(self.path)
         except DirectoryError:
-            found = None
-        if found is None:
-            with _plain_errors():
-                write_sealed(path, _KIND, _identity_payload(self._identity))
-            log.warning("nvme.device_named_again", extra={"path": str(path)})
-        elif found != self._identity:
+            return False
+        if found is not None and replace(found, noted=self._identity.noted) != self._identity:
             raise OSError(errno.ESTALE, f"its file `{_IDENTITY}` is that of another device")
+        return found is not None
+
+    def _write_identity(self, identity: DeviceIdentity, *, is_there: bool) -> None:
+        path = self.path / _IDENTITY
+        with _plain_errors():
+            write_sealed(path, _KIND, _identity_payload(identity))
+        self._identity = identity
+        if not is_there:
+            log.warning("nvme.device_named_again", extra={"path": str(path)})
 
     def names(self) -> list[str]:
         return sorted(entry.name for entry in self.path.iterdir())
@@ -165,15 +198,33 @@ def read_identity(path: Path) -> DeviceIdentity | None:
         document = msgpack.unpackb(payload, raw=False)
     except ValueError as error:
         raise _refused(path / _IDENTITY, f"cannot be read: {error}") from error
+    version = document.get("version") if isinstance(document, dict) else None
+    if isinstance(version, int) and version not in (DEVICE_VERSION, DEVICE_VERSION - 1):
+        known = f"{DEVICE_VERSION - 1} and {DEVICE_VERSION}"
+        words = f"has version {version}, this daemon knows {known}"
+        raise _refused(path / _IDENTITY, words)
+    identity = _identity_in(document)
+    if identity is None:
+        raise _refused(path / _IDENTITY, "does not hold a device's identity")
+    return identity
+
+
+def _identity_in(document: Any) -> DeviceIdentity | None:
     match document:
-        case {"version": 1, "directory_id": bytes(directory_id), "number": int(number)} if (
-            len(directory_id) == DIRECTORY_ID_BYTES and 0 <= number < DEVICES_MAX
-        ):
-            return DeviceIdentity(directory_id=directory_id, number=number)
-        case {"version": int(version)} if version != DEVICE_VERSION:
-            words = f"has version {version}, this daemon knows {DEVICE_VERSION}"
-            raise _refused(path / _IDENTITY, words)
-    raise _refused(path / _IDENTITY, "does not hold a device's identity")
+        case {"version": 1, "directory_id": bytes(directory_id), "number": int(number)}:
+            noted = NOTHING_NOTED
+        case {
+            "version": 2,
+            "directory_id": bytes(directory_id),
+            "number": int(number),
+            "noted": [int(journal), int(generation), int(names)],
+        }:
+            noted = Noted(journal=journal, generation=generation, names=names)
+        case _:
+            return None
+    if len(directory_id) != DIRECTORY_ID_BYTES or not 0 <= number < DEVICES_MAX:
+        return None
+    return DeviceIdentity(directory_id=directory_id, number=number, noted=noted)
 
 
 def open_directory(
@@ -196,7 +247,7 @@ def open_directory(
         _lock(path, fd)
         if discard:
             directory.discard()
-        _check_identity(path, identity, create=create)
+        directory._identity = _check_identity(path, identity, create=create)
         with _read_only_is_fine():
             directory.remove_leftovers()
     except (DirectoryError, OSError):
@@ -233,26 +284,29 @@ def _lock(path: Path, fd: int) -> None:
         ) from error
 
 
-def _check_identity(path: Path, identity: DeviceIdentity, *, create: bool) -> None:
+def _check_identity(path: Path, identity: DeviceIdentity, *, create: bool) -> DeviceIdentity:
+    """As it is there now."""
     found = read_identity(path)
     if found is None and create:
         with _plain_errors():
             write_sealed(path / _IDENTITY, _KIND, _identity_payload(identity))
-    elif found is None:
+        return identity
+    if found is None:
         raise DirectoryError(
             f"{path} has lost its file `{_IDENTITY}` although it was in use",
             remedy=f"mount its file system, or {_DISCARD}",
         )
-    elif found.directory_id != identity.directory_id:
+    if found.directory_id != identity.directory_id:
         raise DirectoryError(
             f"{path} holds the pages of another daemon directory",
             remedy=f"name another directory in nvme.paths, empty this one, or {_DISCARD}",
         )
-    elif found.number != identity.number:
+    if found.number != identity.number:
         raise DirectoryError(
             f"{path} is device {found.number} of this daemon directory, not {identity.number}",
             remedy=f"put nvme.paths back as they were, or {_DISCARD}",
         )
+    return found
 
 
 def _identity_payload(identity: DeviceIdentity) -> bytes:
@@ -260,6 +314,7 @@ def _identity_payload(identity: DeviceIdentity) -> bytes:
         "version": DEVICE_VERSION,
         "directory_id": identity.directory_id,
         "number": identity.number,
+        "noted": [identity.noted.journal, identity.noted.generation, identity.noted.names],
     }
     payload: bytes = msgpack.packb(document, use_bin_type=True)
     return payload

@@ -2,7 +2,7 @@
 
     head, 64 bytes (all numbers little-endian; see nvme_state for the rule of heads)
          0    8 magic 89 4b 56 54 4a 4e 4c 0a ("\\x89KVTJNL\\n")
-         8    4 version       u32, 1
+         8    4 version       u32, 2
         12    4 head bytes    u32, 64
         16   16 directory id
         32    8 number        u64, also in the file's name
@@ -16,7 +16,11 @@
         24    8 sum           xxh3-64 of bytes 0 to 23 and the content, with a seed
         32    - content       msgpack, a list of entries: [1, slab, record bytes] MARK,
                               [2, [generation, ...]] DROP,
-                              [3, fingerprint, generation, shard, keys, bound] DELETE
+                              [3, fingerprint, generation, shard, keys, bound] DELETE,
+                              [4, names, [[journal, bytes], ...]] KNOWN
+
+Version 1 had no KNOWN.
+
 
 The seed is xxh3-64 of directory id and number: a frame of another journal, or a client's bytes that
 look like a frame, never pass. Pure, safe from any thread.
@@ -46,6 +50,7 @@ __all__ = [
     "Entry",
     "Frames",
     "JournalHead",
+    "Known",
     "Mark",
     "encode_frame",
     "encode_head",
@@ -54,7 +59,7 @@ __all__ = [
 ]
 
 JOURNAL_MAGIC: Final = b"\x89KVTJNL\n"
-JOURNAL_VERSION: Final = 1
+JOURNAL_VERSION: Final = 2
 
 _HEAD_FIELDS: Final = struct.Struct("<16sQ16x")
 _HEAD_FIELDS_OFFSET: Final = 16
@@ -63,7 +68,7 @@ _FRAME: Final = struct.Struct("<8sI4xQ")
 _FRAME_SUM: Final = struct.Struct("<Q")
 _FRAME_HEAD_BYTES: Final = _FRAME.size + _FRAME_SUM.size
 _ALIGN: Final = 64
-_MARK, _DROP, _DELETE = 1, 2, 3
+_MARK, _DROP, _DELETE, _KNOWN = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,20 @@ class Delete:
             raise ValueError(f"{len(self.fingerprint)} and {len(self.keys)} bytes of ids")
 
 
-Entry: TypeAlias = Mark | Drop | Delete
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was durable already when this was written: by it a start finds out that something is
+    older, or shorter, than it was.
+
+    `names` is the number that the registry of namespaces gave last; `lengths` are journals before,
+    and how many bytes of each were acknowledged.
+    """
+
+    names: int
+    lengths: tuple[tuple[int, int], ...] = ()
+
+
+Entry: TypeAlias = Mark | Drop | Delete | Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +228,16 @@ def _plain(entry: Entry) -> list[Any]:
         case Delete():
             family = [entry.fingerprint, entry.generation]
             return [_DELETE, *family, entry.shard, entry.keys, entry.bound]
+        case Known():
+            return [_KNOWN, entry.names, [list(item) for item in entry.lengths]]
 
 
 def _entries_of_version_1(content: bytes) -> list[Entry] | None:
+    entries = _entries(content)
+    return None if entries is None or any(isinstance(e, Known) for e in entries) else entries
+
+
+def _entries(content: bytes) -> list[Entry] | None:
     """None: the sum is right and the content makes no sense, so a faulty writer made it."""
     try:
         return [_checked(_entry(values)) for values in msgpack.unpackb(content, raw=False)]
@@ -230,6 +255,8 @@ def _entry(values: Any) -> Entry:
             return Delete(
                 fingerprint=fingerprint, generation=generation, shard=shard, keys=keys, bound=bound
             )
+        case [4, int(names), [*lengths]]:
+            return Known(names, tuple((int(number), int(nbytes)) for number, nbytes in lengths))
     raise ValueError(f"no entry of a journal: {values!r}")
 
 
@@ -241,6 +268,8 @@ def _checked(entry: Entry) -> Entry:
             numbers = entry.generations
         case Delete():
             numbers = (entry.generation, entry.shard, entry.bound)
+        case Known():
+            numbers = (entry.names, *(number for item in entry.lengths for number in item))
     if not all(0 <= number < 1 << 64 for number in numbers):
         raise ValueError(f"no number of a journal: {entry!r}")
     return entry
@@ -248,6 +277,7 @@ def _checked(entry: Entry) -> Entry:
 
 _ENTRY_READERS: Final[dict[int, Callable[[bytes], list[Entry] | None]]] = {
     1: _entries_of_version_1,
+    2: _entries,
 }
 #: The versions of a journal that this build reads.
 JOURNAL_VERSIONS: Final = frozenset(_ENTRY_READERS)

@@ -37,6 +37,7 @@ from kvtier.tiers.nvme_frames import (
     Drop,
     Entry,
     JournalHead,
+    Known,
     Mark,
     encode_frame,
     encode_head,
@@ -67,6 +68,7 @@ __all__ = [
     "Entry",
     "Journal",
     "JournalContents",
+    "Known",
     "Mark",
     "journal_number",
     "journal_paths",
@@ -96,10 +98,9 @@ class Journal:
         self.path = path
         self.number = number
         self._note = note
-        self._written_bytes = JOURNAL_HEAD_BYTES
+        self._written_bytes = self._size_bytes = JOURNAL_HEAD_BYTES
         self._file = file
         self._seed = seed
-        self._size_bytes = JOURNAL_HEAD_BYTES
         self._frames = 0
         self._waiting: list[_Waiting] = []
         self._writer: asyncio.Task[None] | None = None
@@ -116,16 +117,24 @@ class Journal:
         number: int,
         directory_id: bytes,
         note: LengthNote | None = None,
+        opening: Known | None = None,
     ) -> Journal:
-        """Durably makes the empty journal `number`. Raises DirectoryError, also if it exists.
+        """Durably makes the journal `number`, with nothing in it but `opening`. Raises
+        DirectoryError, also if it exists.
 
         `note` is told how much is durable, before anybody else hears of it.
         """
-        return await to_the_end(cls._create(directory, number, directory_id, note), cls._undo)
+        work = cls._create(directory, number, directory_id, note, opening)
+        return await to_the_end(work, cls._undo)
 
     @classmethod
     async def _create(
-        cls, directory: Path, number: int, directory_id: bytes, note: LengthNote | None
+        cls,
+        directory: Path,
+        number: int,
+        directory_id: bytes,
+        note: LengthNote | None,
+        opening: Known | None,
     ) -> Journal:
         path = directory / _name(number)
         try:
@@ -134,11 +143,13 @@ class Journal:
             raise unwritable(path, error) from error
         journal = cls(file, path, number, frame_seed(directory_id, number), note=note)
         try:
-            await write_whole(file, encode_head(directory_id, number))
+            frame = journal._next_frame([opening]) if opening is not None else b""
+            journal._written_bytes += len(frame)
+            await write_whole(file, encode_head(directory_id, number) + frame)
             await asyncio.to_thread(os.fsync, file.fileno())
             await asyncio.to_thread(sync_directory, directory)
             if note is not None:
-                await asyncio.to_thread(note.begin, number, JOURNAL_HEAD_BYTES)
+                await asyncio.to_thread(note.begin, number, journal._written_bytes)
         except DirectoryError:
             await journal._undo()
             raise
@@ -170,16 +181,18 @@ class Journal:
         stop the write. Raises DirectoryError: the entries may be there or not.
         """
         self._check_usable()
-        frame = b""
-        if entries:
-            frame = encode_frame(entries, frame=self._frames, seed=self._seed)
-            self._frames += 1
-            self._size_bytes += len(frame)
+        frame = self._next_frame(entries) if entries else b""
         done = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(frame, sync, done))
         if self._writer is None:
             self._writer = asyncio.create_task(self._write_waiting())
         await done
+
+    def _next_frame(self, entries: Sequence[Entry]) -> bytes:
+        frame = encode_frame(entries, frame=self._frames, seed=self._seed)
+        self._frames += 1
+        self._size_bytes += len(frame)
+        return frame
 
     async def close(self) -> None:
         """Closes the file once everything that waits is written; again does nothing."""
@@ -354,16 +367,24 @@ def remove_old(directory: Path, keep_from: int) -> None:
 
 
 def remove_unused(directory: Path, number: int) -> None:
-    """Deletes the journal `number` if it has no entry: left by a `create` that failed half-way and
-    could not take it back. Raises DirectoryError."""
+    """Deletes the journal `number` if nothing happened in it: left by a `create` that failed
+    half-way and could not take it back. Raises DirectoryError."""
     path = directory / _name(number)
     try:
-        if path.stat().st_size <= JOURNAL_HEAD_BYTES:
+        if path.stat().st_size <= JOURNAL_HEAD_BYTES or _has_opening_alone(path):
             path.unlink()
     except FileNotFoundError:
         return
     except OSError as error:
         raise unwritable(path, error) from error
+
+
+def _has_opening_alone(path: Path) -> bool:
+    try:
+        found = read_journal(path)
+    except DirectoryError:
+        return False  # whatever it is, it stays
+    return not found.bad_frames and not [e for e in found.entries if not isinstance(e, Known)]
 
 
 def _open_appending(path: str, flags: int) -> int:

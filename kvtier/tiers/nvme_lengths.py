@@ -12,7 +12,8 @@ or cut short afterwards is noticed.
 Promise: it never names more than what survives a power cut, for a length is written after the sync
 of the journal that it is of. It is synced itself only when a journal is made: after a power cut it
 may name less, so a cut that comes with one may go unseen; after a kill it is exact. A directory
-without it (of an older version) says nothing. One sector, so a power cut does not tear it.
+without it (of an older version) says nothing. One sector, so a power cut does not tear it; what it
+has no room for is said by the journals themselves, each of those before it (nvme_frames.Known).
 
 Thread rule: any thread.
 """
@@ -22,8 +23,9 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -64,6 +66,13 @@ class JournalLengths:
         """The number of the newest journal; 0 if none is known."""
         return max(self.of, default=0)
 
+    def with_more(self, lengths: Iterable[tuple[int, int]]) -> JournalLengths:
+        """And what others know."""
+        of = dict(self.of)
+        for number, nbytes in lengths:
+            of[number] = max(nbytes, of.get(number, 0))
+        return replace(self, of=of)
+
     def lost_bytes(self, number: int, good_bytes: int) -> int:
         """How much of what was acknowledged is not among the first `good_bytes` of a journal."""
         return max(0, self.of.get(number, 0) - good_bytes)
@@ -100,14 +109,17 @@ class LengthNote:
         self._lock = threading.Lock()
         self._of: dict[int, int] | None = None  # not read yet
 
+    def before(self, number: int) -> tuple[tuple[int, int], ...]:
+        """The last two journals before this one, and their lengths: entries can still be on their
+        way to the last, and nothing comes to the other any more. Raises DirectoryError."""
+        with self._lock:
+            return tuple(sorted(self._below(number).items())[-2:])
+
     def begin(self, number: int, nbytes: int) -> None:
         """Durably notes a new journal, which is the newest now. Raises OSError, DirectoryError."""
         with self._lock:
-            if self._of is None:
-                self._of = read_lengths(self.path.parent, self._directory_id).of
-            # Higher ones are of a life before, whose files were all taken away.
-            kept = {known: length for known, length in self._of.items() if known < number}
-            self._of = kept | {number: nbytes}
+            kept = sorted(self._below(number).items())[1 - _COUNT_MAX :]
+            self._of = dict(kept) | {number: nbytes}
             self._write(sync=True)
 
     def note(self, number: int, nbytes: int) -> None:
@@ -133,9 +145,16 @@ class LengthNote:
                 pass
             self._write(sync=True)
 
+    def _below(self, number: int) -> dict[int, int]:
+        """Higher ones are of a life before, whose files were all taken away."""
+        if self._of is None:
+            self._of = read_lengths(self.path.parent, self._directory_id).of
+        return {known: length for known, length in self._of.items() if known < number}
+
     def _write(self, *, sync: bool) -> None:
         assert self._of is not None
-        items = sorted(self._of.items())[-_COUNT_MAX:]
+        items = sorted(self._of.items())
+        assert len(items) <= _COUNT_MAX, items
         blob = _HEAD.pack(LENGTHS_MAGIC, _VERSION, len(items), self._directory_id)
         blob += b"".join(_ITEM.pack(*item) for item in items)
         blob += bytes(_BYTES - _SUM.size - len(blob))

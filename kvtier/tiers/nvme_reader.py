@@ -21,6 +21,7 @@ from kvtier.tiers.base import SLOT_BYTES, Buffer, TierOperation, flat_bytes, tie
 from kvtier.tiers.direct_file import DirectFile, aligned_buffer
 from kvtier.tiers.nvme_directory import DeviceIdentity, is_ours, read_identity
 from kvtier.tiers.nvme_geometry import DEVICE_SLABS_MAX, Geometry, slab_number, split_slab
+from kvtier.tiers.nvme_noted import NOTHING_NOTED, Noted
 from kvtier.tiers.nvme_segment import (
     SEGMENT_HEADER_BYTES,
     SegmentHeader,
@@ -49,6 +50,8 @@ class DeviceLook:
     problem: str = ""
     #: As its own file says, if it is of this daemon directory: a start goes by that.
     own_number: int | None = None
+    #: And what it says of the daemon directory.
+    noted: Noted = NOTHING_NOTED
     is_refused: bool = False
     remedy: str = ""
     segments: list[int] = field(default_factory=list)
@@ -79,7 +82,7 @@ def look_at_device(geometry: Geometry, number: int, path: Path) -> DeviceLook:
         look.problem = f"{path} holds the pages of another daemon directory"
         look.is_refused, look.remedy = True, f"name another directory, or {DISCARD}"
     else:
-        look.own_number = found.number
+        look.own_number, look.noted = found.number, found.noted
     if found is not None and look.own_number not in (None, number):
         look.problem = f"{path} is device {found.number} of this daemon directory, not {number}"
     for name in names:

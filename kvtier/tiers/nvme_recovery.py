@@ -37,23 +37,19 @@ from kvtier.errors import DirectoryError, TierIOError
 from kvtier.tiers.base import TierDevice
 from kvtier.tiers.nvme_base import Base, Chosen, choose
 from kvtier.tiers.nvme_geometry import split_slab
-from kvtier.tiers.nvme_journal import (
-    Delete,
-    Drop,
-    JournalContents,
-    Mark,
-    read_journal,
-    remove_old,
-)
+from kvtier.tiers.nvme_journal import Delete, Drop, JournalContents, Known, Mark, remove_old
 from kvtier.tiers.nvme_lengths import LENGTHS, JournalLengths
+from kvtier.tiers.nvme_noted import Evidence, Noted, refusal
 from kvtier.tiers.nvme_recovery_report import RecoveryReport
 from kvtier.tiers.nvme_scan import SlabScan, is_whole, scan_slab
 from kvtier.tiers.nvme_segment import segment_name
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
 from kvtier.tiers.nvme_survivors import Happenings, Place, Survivors, survivors
-from kvtier.tiers.sealed_file import LOST_STATE
 
 __all__ = ["Base", "Recovered", "RecoveryReport", "recover", "remove_old"]
+
+#: Above every number of a directory.
+_ANY = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,25 +73,10 @@ class Recovered:
     report: RecoveryReport
     waits: dict[int, int] = field(default_factory=dict)
     unread: frozenset[int] = frozenset()
-    #: (fingerprint, namespace generation) above all that were present: see Survivors.
-    unborn: tuple[tuple[bytes, int], ...] = ()
     #: How many pages the checkpoint lists in each segment that is not there, of devices that are.
     unplaced: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def refusal(self) -> DirectoryError | None:
-        """Why no daemon may start with it: namespaces of the pages are newer than those that are
-        known, so that bumps since are forgotten, and their generations would be given again.
-        """
-        if not self.unborn:
-            return None
-        fingerprint, generation = self.unborn[0]
-        return DirectoryError(
-            f"NVMe holds pages of generation {generation} of namespace {fingerprint.hex()[:16]},"
-            " which the daemon directory does not know yet: its file `namespaces` is older than the"
-            " pages",
-            remedy=LOST_STATE,
-        )
+    #: Why no daemon may start with it.
+    refusal: DirectoryError | None = None
 
 
 def recover(
@@ -107,6 +88,9 @@ def recover(
     segment_bytes: int,
     generations: Mapping[bytes, int],
     generation_floor: int,
+    generation_bound: int = _ANY,
+    names: int = _ANY,
+    noted: Mapping[Path, Noted] | None = None,
     is_expected: Callable[[int], bool] = lambda slab: True,
     present: Collection[int] | None = None,
     unreadable: Collection[int] = (),
@@ -115,7 +99,9 @@ def recover(
     """The pages on `tier`, whose segments are `slabs`.
 
     `generations` is the present namespace generation of each fingerprint, `generation_floor` the
-    highest of those that were deleted, `threads` how many segments are read at a time. A segment
+    highest of those that were deleted, `threads` how many segments are read at a time. How far the
+    directory has got is said by `generation_bound`, below which all generations are, and `names`,
+    the number given last to a namespace; how far it had, by what each device has `noted`. A segment
     that cannot be read is skipped and named in the report, as is one that is known and not there,
     if `is_expected` says that nobody gave it up. `present` are the numbers of the devices that are
     there, with segments or without; None: all. `unreadable` are slabs of them that are not among
@@ -125,47 +111,39 @@ def recover(
     does not know, or of another directory.
     """
     chosen = choose(directory, directory_id, present)
-    bad_checkpoints = tuple(f"{file.path.name}: {file.reason}" for file in chosen.bad)
+    reached = Noted(journal=chosen.newest, generation=generation_bound, names=names)
+    on_devices = noted or {}
+    next_number = max([chosen.next_number - 1, *(n.journal for n in on_devices.values())]) + 1
     if chosen.file is None or chosen.file.snapshot is None or chosen.why:
-        return _nothing(chosen, bad_checkpoints)
+        why_not = refusal(reached, Evidence(has_base=False, on_devices=on_devices))
+        return _nothing(chosen, next_number, why_not)
     base = chosen.file.snapshot
-    journals = [read_journal(path, directory_id) for path in chosen.journals]
-    happenings = _happenings(journals)
+    happenings = _happenings(chosen.journals)
     place = Place(slabs=frozenset(slabs), segment_bytes=segment_bytes)
-    known = happenings.marks.keys() | base.classes.keys()
-    gone = [slab for slab in sorted(known - place.slabs) if is_expected(slab)]
     unplaced = _unplaced(base, place, present)
+    known = happenings.marks.keys() | base.classes.keys()
+    missing = filter(is_expected, sorted(known - place.slabs))
+    gone = tuple(_gone_words(slab, unplaced.get(slab, 0)) for slab in missing)
     scans, skipped, failed = _scan(tier, happenings.marks, place, threads)
     unread = failed | {slab for slab in unreadable if unplaced.get(slab)}
     rule = partial(
         survivors, place=place, generations=generations, generation_floor=generation_floor
     )
     found = _found(tier, lambda happened: rule(base, scans, happened), happenings, threads)
+    last_generation = _last_generation(chosen, base, happenings, scans)
+    evidence = _evidence(last_generation, chosen.journals, found, on_devices)
     return Recovered(
         classes=_classes(base, happenings.marks, place, but=unread),
         families=found.families,
         pages=found.pages,
-        last_generation=_last_generation(chosen, base, happenings, scans),
+        last_generation=last_generation,
         base_number=chosen.file.number,
-        next_number=chosen.next_number,
-        report=RecoveryReport(
-            base=chosen.base,
-            bad_checkpoints=bad_checkpoints,
-            is_lost=False,
-            why="",
-            **_journal_counts(journals, chosen.lengths),
-            cut=_cut(journals, chosen.lengths),
-            **_scan_counts(scans),
-            **_page_counts(found),
-            skipped=skipped,
-            gone=tuple(_gone_words(slab, unplaced.get(slab, 0)) for slab in gone),
-            segments_gone=len(gone),
-            forgotten=chosen.forgotten,
-        ),
+        next_number=next_number,
+        report=_report(chosen, found, scans, skipped, gone),
         unplaced=unplaced,
         waits=_waits(chosen, happenings, present, place) | _counts(base, place, unread),
         unread=unread,
-        unborn=found.unborn,
+        refusal=refusal(reached, evidence),
     )
 
 
@@ -220,19 +198,57 @@ def _counts(base: Snapshot, place: Place, slabs: Collection[int]) -> dict[int, i
     return dict(counts)
 
 
-def _nothing(chosen: Chosen, bad_checkpoints: tuple[str, ...]) -> Recovered:
-    why = chosen.why
-    report = RecoveryReport(
-        base=Base.NONE, bad_checkpoints=bad_checkpoints, is_lost=bool(why), why=why
+def _evidence(
+    last_generation: int,
+    journals: Sequence[JournalContents],
+    found: Survivors,
+    on_devices: Mapping[Path, Noted],
+) -> Evidence:
+    entries = [entry for journal in journals for entry in journal.entries]
+    return Evidence(
+        has_base=True,
+        generation=last_generation,
+        names=max((entry.names for entry in entries if isinstance(entry, Known)), default=0),
+        unborn=found.unborn,
+        on_devices=on_devices,
     )
+
+
+def _report(
+    chosen: Chosen,
+    found: Survivors,
+    scans: Sequence[SlabScan],
+    skipped: tuple[str, ...],
+    gone: tuple[str, ...],
+) -> RecoveryReport:
+    return RecoveryReport(
+        base=chosen.base,
+        bad_checkpoints=chosen.bad_words,
+        is_lost=False,
+        why="",
+        **_journal_counts(chosen.journals, chosen.lengths),
+        cut=_cut(chosen.journals, chosen.lengths),
+        **_scan_counts(scans),
+        **_page_counts(found),
+        skipped=skipped,
+        gone=gone,
+        segments_gone=len(gone),
+        forgotten=chosen.forgotten,
+    )
+
+
+def _nothing(chosen: Chosen, next_number: int, why_not: DirectoryError | None) -> Recovered:
+    why, bad = chosen.why, chosen.bad_words
+    report = RecoveryReport(base=Base.NONE, bad_checkpoints=bad, is_lost=bool(why), why=why)
     return Recovered(
         classes={},
         families=(),
         pages=Pages.empty(),
         last_generation=0,
         base_number=None,
-        next_number=chosen.next_number,
+        next_number=next_number,
         report=report,
+        refusal=why_not,
     )
 
 
@@ -249,6 +265,8 @@ def _happenings(journals: Sequence[JournalContents]) -> Happenings:
                     drops += entry.generations
                 case Delete():
                     deletes.append(entry)
+                case Known():
+                    pass  # what it knows of journals has been heard
     return Happenings(marks=marks, drops=np.array(drops, np.uint64), deletes=deletes)
 
 
@@ -328,7 +346,7 @@ def _last_generation(
 def _journal_counts(journals: Sequence[JournalContents], lengths: JournalLengths) -> dict[str, int]:
     return {
         "journals": len(journals),
-        "entries": sum(len(journal.entries) for journal in journals),
+        "entries": sum(not isinstance(e, Known) for journal in journals for e in journal.entries),
         "bad_frames": sum(journal.bad_frames for journal in journals),
         "torn_bytes": sum(journal.torn_bytes for journal in journals),
         "cut_bytes": sum(lengths.lost_bytes(j.number, j.good_bytes) for j in journals),

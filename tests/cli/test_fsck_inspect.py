@@ -304,7 +304,7 @@ def inspect(capsys):
     ("name", "fact"),
     [
         ("format", ("number", 2)),
-        ("generations", ("number", 0)),
+        ("generations", ("number", 1000)),
         ("namespaces", ("of_kind", "names")),
         ("geometry", ("of_kind", "geom")),
     ],

@@ -87,6 +87,7 @@ class TierFiles:
         devices = tuple((number, self.base / f"device{number}") for number in (0, 1))
         self.geometry = Geometry(directory_id=ID, segment_bytes=SEGMENT_BYTES, devices=devices)
         with open_directory(self.directory) as directory:
+            directory.journal_generations(1000)
             directory.save_namespaces(namespaces().to_state())
             save_geometry(self.directory, self.geometry)
             self._make_segments()

@@ -141,6 +141,34 @@ def test_what_was_deleted_while_its_device_was_away_does_not_come_back(
     assert back.waits == {}
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_journal_that_was_cut_is_noticed_however_many_came_after_it(
+    tmp_path: Path, is_cut: bool
+) -> None:
+    """More than the file `journals` has room for."""
+
+    async def work() -> None:
+        store, durability = await begun(tmp_path, journal_bytes_max=1 << 20)
+        put_down(store, "deleted")
+        put_down(store, "kept")
+        await durability.checkpoint()
+        lose(store, durability)
+        await delete(store, durability, ["deleted"])
+        for _ in range(40):
+            await durability.checkpoint()
+        await durability.close()
+
+    run(work)
+    paths = journal_paths(tmp_path)
+    assert list(paths) == list(range(2, 43))
+    if is_cut:
+        os.truncate(paths[2], paths[2].stat().st_size - 64)
+    back = recovered_from(tmp_path, present=[HERE, ELSEWHERE])
+    assert names_in(back, ["deleted", "kept"]) == ([] if is_cut else ["kept"])
+    lost = "about 2 pages of device 0 are lost: journal-0000000002 is damaged"
+    assert (lost in back.report.warnings()) is is_cut
+
+
 def test_what_only_a_file_that_was_taken_away_had_is_named_as_lost(tmp_path: Path) -> None:
     """A checkpoint that lacks the device has taken the place of the one that had its pages."""
 

@@ -173,7 +173,7 @@ def test_a_geometry_that_is_missing_stops_the_start_by_name(make_daemon, connect
     assert "geometry is missing although" in said
     assert "--discard-cache" in said
     assert main(["fsck", str(base / "state")]) == 3
-    assert "the file geometry is missing" in capsys.readouterr().out
+    assert "geometry is missing although" in capsys.readouterr().out
     with connect(daemon.start("--discard-cache")) as kv:
         assert PAGES.get(kv.namespace(PAGES.layout), [1]) == [MISS]
 
@@ -230,7 +230,8 @@ def test_generations_older_than_the_pages_stop_the_start_by_name(make_daemon, co
 
     said = refused(daemon)
     assert "its file `generations` is older than the pages" in said
-    assert "remedy: Put the file back as it was, or start once with `--discard-cache`." in said
+    assert "remedy: Put the file back as it was last, or start once with `kvtier serve" in said
+    assert "--discard-cache` (every cached page is then a miss)" in said
 
     (base / "state" / "generations").write_bytes(newer)
     with connect(daemon.start()) as kv:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from kvtier.config.storage import NvmeConfig, WritePolicy
 from kvtier.core.budget import WriteBudget
 from kvtier.core.generations import Generations
-from kvtier.core.namespaces import Family
+from kvtier.core.namespaces import Family, Namespaces
 from kvtier.core.page import Codec, Tier
 from kvtier.core.slabs import SlabAllocator
 from kvtier.core.snapshots import Copies
@@ -28,10 +29,12 @@ from kvtier.testing.listing_book import ListingBook
 from kvtier.tiers.base import TierDevice
 from kvtier.tiers.host import HostArena
 from kvtier.tiers.nvme_geometry import slab_number, split_slab
+from kvtier.tiers.nvme_noted import Noted
 from kvtier.tiers.nvme_recovery import Recovered, recover
 from kvtier.transfer.mover import MoveCode, Mover
 from kvtier.transfer.place import Identity, check
 from tests.sim.away import Away
+from tests.sim.older import OlderCopy
 from tests.sim.oracle import Oracle, Space
 from tests.sim.scheduler import Scheduler
 from tests.sim.sim_disk import DIRECTORY_ID, BootFiles, StateDisk
@@ -72,6 +75,7 @@ class Machine:
     device: SimDevice
     directory: Path
     away: Away
+    older: OlderCopy
     boots: int = 0
 
 
@@ -155,7 +159,7 @@ class Boot:
         if self.nvme is None:
             return
         recovered = self._recovered()
-        assert recovered.refusal is None
+        assert recovered.refusal is None, str(recovered.refusal)
         self._load(recovered)
         began(recovered)
         self.nvme.durability.wait_for(recovered.waits)
@@ -165,7 +169,18 @@ class Boot:
         )
         if recovered.report.forgotten:
             await self.nvme.durability.checkpoint(both=True)
+        self.registry.on_ended = self.nvme.durability.know
+        self.note()
         self.nvme.files.failing = self.machine.setting.refusing
+
+    def note(self) -> None:
+        """The devices note how far the directory has got."""
+        if self.nvme is not None:
+            self.machine.disk.noted = Noted(
+                journal=self.nvme.durability.number,
+                generation=self.store.snapshots.last_generation,
+                names=self.registry.last_number,
+            )
 
     @property
     def has_broken_journal(self) -> bool:
@@ -286,18 +301,30 @@ class Boot:
 
     def _recovered(self) -> Recovered:
         machine = self.machine
-        machine.disk.write_to(machine.directory)
         device = machine.device.faulty
+        plain = partial(self._recover, device.inner)
+        machine.older.at_start(machine.disk, plain)
+        machine.disk.write_to(machine.directory)
         tier: TierDevice = device if machine.setting.reads_faults else device.inner
+        bound, registry = machine.disk.generation_bound, self.registry
+        return self._recover(tier, machine.directory, bound, registry)
+
+    def _recover(
+        self, tier: TierDevice, directory: Path, bound: int, registry: Registry | Namespaces
+    ) -> Recovered:
+        machine = self.machine
         return recover(
-            machine.directory,
+            directory,
             directory_id=DIRECTORY_ID,
             tier=tier,
             slabs=self._segments(),
+            generation_bound=bound,
+            names=registry.last_number,
+            noted={Path("device"): machine.disk.noted},
             present=[n for n in range(len(machine.setting.segments_max)) if n not in self.absent],
             segment_bytes=SEGMENT_BYTES,
-            generations={f.identity.fingerprint: f.generation for f in self.registry.families()},
-            generation_floor=self.registry.generation_floor,
+            generations={f.identity.fingerprint: f.generation for f in registry.families()},
+            generation_floor=registry.generation_floor,
             threads=1,
         )
 

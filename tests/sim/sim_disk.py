@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 from kvtier.errors import DirectoryError
 from kvtier.tiers.nvme_checkpoint import CHECKPOINT, CHECKPOINT_OLD, encode_checkpoint
-from kvtier.tiers.nvme_frames import Entry, encode_frame, encode_head, frame_seed
+from kvtier.tiers.nvme_frames import Entry, Known, encode_frame, encode_head, frame_seed
+from kvtier.tiers.nvme_noted import Noted
 from kvtier.tiers.nvme_snapshot import Snapshot
 from kvtier.tiers.nvme_state import padded
 from tests.sim.scheduler import Scheduler
@@ -72,6 +73,8 @@ class StateDisk:
         self.generation_bound = 0
         self.namespaces: dict[str, Any] = {}
         self.segments: set[int] = set()
+        #: What the devices know of it; it is theirs, and safe when it is written.
+        self.noted = Noted()
         #: Saving the registry fails as long as this is so.
         self.refuses_names = False
 
@@ -159,9 +162,12 @@ class BootFiles:
         assert number not in self.disk.journals, f"journal {number} is there already"
         for before in self.disk.journals.values():
             before.sync()
-        image = self.disk.journals[number] = JournalImage(number)
+        opening = Known(int(self.disk.namespaces.get("last_number", 0)))
+        frame = encode_frame([opening], frame=0, seed=frame_seed(DIRECTORY_ID, number))
+        image = self.disk.journals[number] = JournalImage(number, bytearray(frame))
         try:
             await self.scheduler.pause()
+            image.sync()
             self.disk.sync_names()
             await self.scheduler.pause()
         except BaseException:
@@ -225,7 +231,7 @@ class SimJournal:
         self._files = files
         self._image = image
         self._seed = frame_seed(DIRECTORY_ID, image.number)
-        self._frames = 0
+        self._frames = 1  # after the opening
         self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
         self._written: list[tuple[bytes, asyncio.Future[None]]] = []
         self._is_busy = False

@@ -66,6 +66,8 @@ class Weather:
             nvme.lower.retry()
         elif roll < 0.92 and setting.faults:
             nvme.lower.take_offline(self._rng.randrange(len(setting.segments_max)))
+        elif 0.93 < roll < 0.95:
+            self._boot.note()
         elif roll > 0.95 and setting.refusing:
             disk.refuses_names = not disk.refuses_names
 

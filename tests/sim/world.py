@@ -31,6 +31,7 @@ from tests.sim.clients import Clients
 from tests.sim.crashes import CrashLog, no_longer_than
 from tests.sim.crew import Crew
 from tests.sim.ending import settle, stop
+from tests.sim.older import OlderCopy
 from tests.sim.oracle import Broken, Counts, Oracle, Space
 from tests.sim.restarts import Ending, Restarts
 from tests.sim.settings import crowded, draw_setting
@@ -86,8 +87,12 @@ class World:
         self._left = steps
         try:
             with tempfile.TemporaryDirectory() as path, CrashLog() as crashes:
-                where = Path(path)
-                machine = Machine(self.setting, self._disk, self._device, where, self._away)
+                where, copy = Path(path, "state"), Path(path, "copy")
+                where.mkdir()
+                copy.mkdir()
+                machine = Machine(
+                    self.setting, self._disk, self._device, where, self._away, OlderCopy(copy)
+                )
                 while self._run_boot(machine, crashes) is not Ending.OVER:
                     pass
                 if self.setting.has_nvme:  # once more, to see what is left

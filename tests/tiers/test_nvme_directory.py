@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -13,8 +16,11 @@ from file_faults import descriptors
 from kvtier.errors import DirectoryError
 from kvtier.tiers import nvme_directory
 from kvtier.tiers.nvme_directory import DeviceIdentity, open_directory, read_identity
+from kvtier.tiers.nvme_noted import Noted
 from kvtier.tiers.sealed_file import write_sealed
 
+GOLDEN = Path(__file__).parent.parent / "golden"
+NOTED = Noted(journal=7, generation=2**40, names=300)
 OURS = DeviceIdentity(directory_id=b"0123456789abcdef", number=3)
 
 
@@ -40,6 +46,68 @@ def test_a_new_directory_is_private_and_has_an_identity(path, umask):
     assert read_identity(path) == OURS
     opened_and_closed(path)
     opened_and_closed(path, create=False)
+
+
+def write_golden() -> None:
+    """How the golden file was made; kept so that the next version can be made alike."""
+    with tempfile.TemporaryDirectory() as base:
+        path = Path(base) / "nv"
+        with contextlib.closing(open_directory(path, OURS)) as directory:
+            directory.note(NOTED)
+        blob = (path / "device").read_bytes()
+    lines = [blob[at : at + 32].hex() for at in range(0, len(blob), 32)]
+    (GOLDEN / "device_v2.hex").write_text("\n".join(lines) + "\n")
+
+
+def test_golden_bytes(path):
+    """These bytes lie on disks: a difference means a new DEVICE_VERSION, not a new file."""
+    golden = bytes.fromhex((GOLDEN / "device_v2.hex").read_text())
+    with contextlib.closing(open_directory(path, OURS)) as directory:
+        directory.note(NOTED)
+    assert (path / "device").read_bytes() == golden
+    assert read_identity(path) == replace(OURS, noted=NOTED)
+
+
+def test_a_device_of_version_1_is_taken_over(path):
+    """It has noted nothing; what it notes next is of this version."""
+    path.mkdir(parents=True, mode=0o700)
+    golden = bytes.fromhex((GOLDEN / "device_v1.hex").read_text())
+    (path / "device").write_bytes(golden)
+    assert read_identity(path) == OURS
+    with contextlib.closing(open_directory(path, OURS, create=False)) as directory:
+        assert directory.noted == Noted()
+        assert (path / "device").read_bytes() == golden
+        directory.note(NOTED)
+    with contextlib.closing(open_directory(path, OURS, create=False)) as directory:
+        assert directory.noted == NOTED
+
+
+def test_what_is_noted_stays_when_the_file_is_taken_away(path):
+    with contextlib.closing(open_directory(path, OURS)) as directory:
+        directory.note(NOTED)
+        (path / "device").unlink()
+        directory.keep_identity()
+    assert read_identity(path) == replace(OURS, noted=NOTED)
+
+
+def test_nothing_is_noted_over_the_name_of_another_device(path):
+    with contextlib.closing(open_directory(path, OURS)) as directory:
+        other = replace(OURS, number=4)
+        opened_and_closed(path.with_name("other"), other)
+        (path.with_name("other") / "device").replace(path / "device")
+        with pytest.raises(OSError, match="is that of another device"):
+            directory.note(NOTED)
+    assert read_identity(path) == other
+
+
+def test_nothing_is_noted_in_another_directory(path):
+    """What is mounted there now is not the device."""
+    with contextlib.closing(open_directory(path, OURS)) as directory:
+        path.rename(path.with_name("gone"))
+        path.mkdir(mode=0o700)
+        with pytest.raises(OSError, match="replaced by another"):
+            directory.note(NOTED)
+    assert list(path.iterdir()) == []
 
 
 def test_an_empty_directory_of_ours_is_taken(path):
@@ -111,12 +179,14 @@ def test_of_another_user(path, monkeypatch):
     ("document", "named"),
     [
         (
-            {"version": 2, "directory_id": bytes(16), "number": 0},
-            "has version 2, this daemon knows 1",
+            {"version": 3, "directory_id": bytes(16), "number": 0},
+            "has version 3, this daemon knows 1 and 2",
         ),
         ({"version": 1, "directory_id": bytes(15), "number": 0}, "does not hold"),
         ({"version": 1, "directory_id": bytes(16), "number": 16}, "does not hold"),
         ({"version": 1, "directory_id": bytes(16)}, "does not hold"),
+        ({"version": 2, "directory_id": bytes(16), "number": 0}, "does not hold"),
+        ({"version": 2, "directory_id": bytes(16), "number": 0, "noted": [1, 2]}, "does not hold"),
         ([1, 2], "does not hold"),
     ],
 )

@@ -15,17 +15,19 @@ from kvtier.tiers.nvme_frames import JOURNAL_HEAD_BYTES, encode_frame, encode_he
 from kvtier.tiers.nvme_journal import (
     Delete,
     Drop,
+    Known,
     Mark,
     read_journal,
 )
 
 ID = bytes(range(16))
-GOLDEN = Path(__file__).parent.parent / "golden" / "journal_v1.hex"
-ENTRIES = (
+GOLDEN = Path(__file__).parent.parent / "golden"
+ENTRIES_V1 = (
     Mark(5 << 20 | 7, 135168),
     Drop((1, 2**64 - 1)),
     Delete(bytes(range(32)), 3, 65535, bytes(range(64)), 2**40),
 )
+ENTRIES = (*ENTRIES_V1, Known(2**40, ((5, 4096), (6, 64))), Known(0))
 
 
 def written(directory: Path, *batches, number: int = 7) -> Path:
@@ -41,7 +43,7 @@ def write_golden() -> None:
     """How the golden file was made; kept so that the next version can be made alike."""
     blob = encode_head(ID, 7) + encode_frame(ENTRIES, frame=0, seed=frame_seed(ID, 7))
     lines = [blob[at : at + 32].hex() for at in range(0, len(blob), 32)]
-    GOLDEN.write_text("\n".join(lines) + "\n")
+    (GOLDEN / "journal_v2.hex").write_text("\n".join(lines) + "\n")
 
 
 # -- bytes ----------------------------------------------------------------------------------------
@@ -49,7 +51,7 @@ def write_golden() -> None:
 
 def test_golden_bytes(tmp_path):
     """These bytes lie on disks: a difference means a new JOURNAL_VERSION, not a new file."""
-    golden = bytes.fromhex(GOLDEN.read_text())
+    golden = bytes.fromhex((GOLDEN / "journal_v2.hex").read_text())
     path = written(tmp_path, ENTRIES)
     assert path.read_bytes() == golden
     contents = read_journal(path, ID)
@@ -57,9 +59,26 @@ def test_golden_bytes(tmp_path):
     assert (contents.number, contents.directory_id, contents.frames) == (7, ID, 1)
 
 
+def test_a_journal_of_version_1_is_read(tmp_path):
+    golden = bytes.fromhex((GOLDEN / "journal_v1.hex").read_text())
+    path = tmp_path / "journal-0000000007"
+    path.write_bytes(golden)
+    assert read_journal(path, ID).entries == ENTRIES_V1
+
+
+def test_version_1_has_no_entry_of_version_2(tmp_path):
+    """Its sum is right, so a faulty writer made it."""
+    golden = bytes.fromhex((GOLDEN / "journal_v1.hex").read_text())
+    path = tmp_path / "journal-0000000007"
+    frame = encode_frame([Known(1)], frame=1, seed=frame_seed(ID, 7))
+    path.write_bytes(golden + frame)
+    contents = read_journal(path, ID)
+    assert (contents.entries, contents.bad_frames) == (ENTRIES_V1, 1)
+
+
 def test_the_diagram_is_right():
     head = encode_head(ID, 7)
-    assert head[:56] == b"\x89KVTJNL\n" + struct.pack("<II16sQ16x", 1, 64, ID, 7)
+    assert head[:56] == b"\x89KVTJNL\n" + struct.pack("<II16sQ16x", 2, 64, ID, 7)
     assert head[56:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(head[:56]))
     seed = xxhash.xxh3_64_intdigest(ID + struct.pack("<Q", 7))
     frame = encode_frame([Mark(1, 8192)], frame=9, seed=frame_seed(ID, 7))
@@ -79,14 +98,14 @@ def test_a_delete_of_a_wrong_length_is_none(fields):
 
 
 def test_kind_17_torn_tail_at_every_byte(tmp_path):
-    path = written(tmp_path, ENTRIES[:1], ENTRIES[1:2], ENTRIES[2:])
+    path = written(tmp_path, ENTRIES_V1[:1], ENTRIES_V1[1:2], ENTRIES_V1[2:])
     whole = path.read_bytes()
     ends = [64, 128, 192, len(whole)]
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         contents = read_journal(path, ID)
         count = sum(cut >= end for end in ends[1:])
-        assert contents.entries == ENTRIES[:count], cut
+        assert contents.entries == ENTRIES_V1[:count], cut
         assert contents.torn_bytes == cut - max(end for end in [0, *ends] if end <= cut), cut
         assert contents.bad_frames == 0
         assert contents.number == 7

@@ -65,6 +65,16 @@ def test_the_newest_journals_are_kept(tmp_path):
     assert read_lengths(tmp_path, ID).of == {number: 1000 + number for number in range(12, 41)}
 
 
+def test_a_year_of_journals_takes_no_more_memory_than_the_file_has_room_for(tmp_path):
+    """A checkpoint a minute makes half a million of them; and every delete writes the file."""
+    note = LengthNote(tmp_path, ID)
+    for number in range(1, 200):
+        assert note.before(number) == tuple((n, 1000 + n) for n in range(1, number)[-2:])
+        note.begin(number, 32)
+        note.note(number, 1000 + number)
+    assert len(note._of) == 29
+
+
 def test_a_length_never_falls_and_higher_numbers_are_of_a_life_before(tmp_path):
     written(tmp_path, {5: 500, 9: 900})
     note = LengthNote(tmp_path, ID)
