@@ -39,8 +39,12 @@ $(STAMP): pyproject.toml constraints.txt tests/sglang/requirements-nodeps.txt
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-compile \
 	-c tests/sglang/requirements-nodeps.txt sglang \
 	|| echo "the wheel of SGLang could not be installed: tests of its binding will be skipped"
+# And the tests, which pytest compiles: each worker of the first run would compile all of them.
 	@echo "compiling what runs compiled (once) ..."
-	@$(BIN)/python -c 'import kvtier; kvtier.warm_up()'
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only > /dev/null 2>&1 & \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import kvtier; kvtier.warm_up(); \
+	from kvtier.bench import caches; caches.without_numba() or \
+	[__import__(f"kvtier.bench.{kind}_kernels") for kind in ("cache", "lru", "use")]' && wait
 	@touch $@
 
 demo: $(STAMP) ## one chat over four engines and two crashes, with a real daemon and a real model

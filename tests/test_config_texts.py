@@ -133,12 +133,14 @@ def test_size_text():
 def test_the_environment_is_read_in_one_place(repo):
     """os.environ, os.getenv and friends stand in the configuration and the default address."""
     found = []
+    words = {"environ", "environb", "getenv", "putenv", "expandvars"}
     for path in (repo / "kvtier").rglob("*.py"):
-        if "v1" in path.parts:
+        text = path.read_text()
+        if "v1" in path.parts or not any(word in text for word in words):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(text)):
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-            if name in {"environ", "environb", "getenv", "putenv", "expandvars"}:
+            if name in words:
                 found.append(f"{path.relative_to(repo)}:{node.lineno}")
     allowed = {
         "transfer/planes/address.py",

@@ -268,6 +268,18 @@ def test_imports_stand_at_the_top() -> None:
     check(found, "import inside a function: move it up (only optional extras are imported late)")
 
 
+def test_collecting_tests_does_not_load_transformers() -> None:
+    """Every worker collects all tests: seconds and 100 MB each."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in trees().items()
+        for node in tree.body
+        if any(module.split(".")[0] == "transformers" for module in imports(node))
+        and name.startswith(("tests/", "benchmarks/"))
+    ]
+    check(found, "transformers at the top of a file: import it where it is used")
+
+
 def test_only_the_lifecycle_changes_state() -> None:
     found = []
     for name, node in nodes(ast.Assign, ast.AugAssign, ast.AnnAssign, but=LIFECYCLE):

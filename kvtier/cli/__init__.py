@@ -141,11 +141,15 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvtier {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    kinds = {name: register(commands) for name, register in _BUILT_IN.items()}
-    # Other packages are loaded only when one of their commands may be meant.
     word = words[0] if words else None
-    if word == "bench":
-        add_foreign(BENCHES, kinds[word], words[1] if len(words) > 1 else None)
-    elif word not in _BUILT_IN:
+    # A command that is named is made alone: the parsers of all take longer than what most do. Other
+    # packages are loaded only when one of their commands may be meant.
+    if word in _BUILT_IN:
+        kinds = _BUILT_IN[word](commands)
+        if word == "bench":
+            add_foreign(BENCHES, kinds, words[1] if len(words) > 1 else None)
+    else:
+        for register in _BUILT_IN.values():
+            register(commands)
         add_foreign(COMMANDS, commands, word)
     return parser

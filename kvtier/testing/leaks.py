@@ -132,7 +132,8 @@ def _descriptors() -> Iterator[_Found]:
 
 def _maps() -> Iterator[_Found]:
     """Mapped memfds: their memory stays taken after the descriptor is closed."""
-    for line in _text(_PROC / "self/maps").splitlines():
+    text = _text(_PROC / "self/maps")
+    for line in text.splitlines() if "/memfd:" in text else ():
         if "/memfd:" in line:  # a large process has hundreds of others
             # address range, permissions, offset, device, inode, name
             *_, inode, name = line.split(maxsplit=5)

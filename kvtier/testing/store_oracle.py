@@ -72,7 +72,7 @@ class StoreOracle(RuleBasedStateMachine):
 
     def found(self) -> set[int]:
         codes, _ = self.store.lookup(self.namespace, 0, KEYS)
-        return {n for n in range(UNIVERSE) if codes[n] == GetCode.HIT}
+        return set(np.flatnonzero(codes == GetCode.HIT.value).tolist())
 
     def pinned(self) -> set[int]:
         held = {n for n, count in self.read_count.items() if count}

@@ -16,8 +16,9 @@ import pytest
 import kvtier
 from kvtier.client import local_puts
 from kvtier.core.page import GetCode, PutCode
-from kvtier.testing.daemon_process import DaemonProcess, stop_process
+from kvtier.testing.daemon_process import stop_process
 from tests.client.local_rig import NBYTES, attached, opaque, pages_of, separate_keys
+from tests.forks import ForkedDaemon
 
 MIB = 1 << 20
 
@@ -231,9 +232,9 @@ def test_a_page_that_lives_for_years(served):
     assert kv.local.puts.stored == before + 2
 
 
-def test_two_lengths_share_what_is_granted(tmp_path):
+def test_two_lengths_share_what_is_granted(tmp_path, forker):
     with (
-        DaemonProcess(tmp_path, "host.bytes=256MiB") as process,
+        ForkedDaemon(forker, tmp_path, "host.bytes=256MiB") as process,
         kvtier.connect(process.url, deadline=20) as kv,
     ):
         small, large = kv.namespace(opaque(MIB)), kv.namespace(opaque(4 * MIB))

@@ -16,6 +16,7 @@ from kvtier.core.table import NO_ROW, CopyTable
 from tests.core.gittins_support import forecast as forecasts
 from tests.core.gittins_support import layout, policy
 from tests.core.support import NS, keys, make_store, present, put
+from tests.seeds import seeds
 
 Gittins = policy.Gittins
 # Kernels that are not compiled multiply words as numpy's scalars, which warn.
@@ -104,7 +105,7 @@ def paths(seed: int, requests: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("has_bypass", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, of=3))
 def test_never_a_page_that_another_one_needs(seed: int, has_bypass: bool) -> None:
     tier = Tier(40, seed=seed, has_bypass=has_bypass)
     for path in paths(seed, 100):
@@ -184,7 +185,7 @@ def test_requests_of_one_page_are_bounded_too(requests_max: int) -> None:
     assert len(_drain(tier)) == 4
 
 
-@pytest.mark.parametrize("seed", [1, 5])
+@pytest.mark.parametrize("seed", [1, pytest.param(5, marks=pytest.mark.soak)])
 def test_the_same_seed_decides_the_same(seed: int) -> None:
     found = []
     for _ in range(2):
@@ -266,7 +267,7 @@ def _drain(tier: Tier) -> list[int]:
     return list(iter(tier.evict, NO_ROW))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(1, of=2))
 def test_in_a_store_every_page_keeps_the_one_before_it(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

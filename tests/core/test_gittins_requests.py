@@ -14,6 +14,7 @@ from kvtier.core.store import Store
 from kvtier.core.table import CopyTable
 from tests.core.gittins_support import layout, policy
 from tests.core.support import NS, keys, make_store, present, put
+from tests.seeds import seeds
 
 Gittins = policy.Gittins
 # Kernels that are not compiled multiply words as numpy's scalars, which warn.
@@ -124,7 +125,7 @@ def test_an_ended_conversation_goes_first() -> None:
     assert not chains.policy.hint_word(np.uint64(77), 1.0), "nobody has used it"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, of=3))
 def test_in_a_store_that_tells_time_and_hints_books_stay_whole(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,12 +15,13 @@ from kvtier.core.policy.ghosts import NO_LIST, Ghosts, mark_of
 from kvtier.core.policy.lru import Clock
 from kvtier.core.table import BYTES_PER_ROW, CopyTable
 from tests.core.support import take_row
+from tests.seeds import seeds
 
 #: Of the 250 that a page may cost in all; the index takes 16 at most.
 POLICY_BYTES_MAX = 60
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, of=3))
 def test_ghosts_equal_ordered_dicts(seed: int) -> None:
     rng = np.random.default_rng(seed)
     ghosts = Ghosts(2)

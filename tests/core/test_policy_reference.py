@@ -15,6 +15,7 @@ from kvtier.core.policy.arc import Arc
 from kvtier.core.policy.lru import LruTailFirst
 from kvtier.core.policy.s3fifo import S3Fifo
 from tests.core.policy_models import Pages, PlainArc, PlainLru, PlainS3Fifo
+from tests.seeds import seeds
 
 PAIRS = {
     "lru": (LruTailFirst, PlainLru),
@@ -50,7 +51,7 @@ def test_every_policy_of_the_configuration_is_there() -> None:
     assert [*POLICIES, "gittins"] == [policy.value for policy in HostPolicyName]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(1, of=2))
 @pytest.mark.parametrize("capacity", [1, 2, 10, 19, 64, 200])
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_policy_equals_its_model(name: str, capacity: int, seed: int) -> None:
@@ -65,7 +66,7 @@ def test_a_policy_equals_its_model(name: str, capacity: int, seed: int) -> None:
     assert len(model.evicted) > 100
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, of=3))
 @pytest.mark.parametrize("capacity", [10, 64, 200])
 def test_s3_fifo_equals_its_model_when_it_takes_many_steps_at_once(
     monkeypatch: pytest.MonkeyPatch, capacity: int, seed: int
@@ -95,7 +96,7 @@ def test_what_has_left_a_queue_is_passed_over(left: int) -> None:
     assert [pages.evict() for _ in range(3)] == [left, left + 1, left + 2]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(1, of=4))
 def test_arc_that_learns_after_the_eviction_hits_as_often_as_that_of_the_paper(seed: int) -> None:
     capacity = 100
     after, before = PlainArc(capacity), PlainArc(capacity, learns_first=True)
@@ -105,7 +106,7 @@ def test_arc_that_learns_after_the_eviction_hits_as_often_as_that_of_the_paper(s
     assert abs(hits[0] - hits[1]) < 0.02 * max(hits), f"seed {seed}"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, of=3))
 @pytest.mark.parametrize("name", POLICIES)
 def test_pages_used_together_are_used_once_each_the_head_last(name: str, seed: int) -> None:
     """One call for a batch is the calls for each of its pages, from the tail to the head."""

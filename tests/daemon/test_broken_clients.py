@@ -19,6 +19,7 @@ from raw_calls import (
 
 from kvtier.transfer.rpc import ADMIN, METHODS, PAGES, Kind
 from kvtier.v1 import pages_pb2, transfer_pb2
+from tests.forks import daemon_of_its_own
 
 RPCS = [method for service in (PAGES, ADMIN) for method in METHODS[service].values()]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -33,8 +34,16 @@ def resident_bytes(pid: int) -> int:
 # -- broken ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def shared(forker):
+    """One daemon for the calls that leave it as it was."""
+    with daemon_of_its_own(forker) as running:
+        yield running
+
+
 @pytest.mark.parametrize("method", RPCS, ids=lambda method: method.name)
-def test_random_bytes(daemon, method):
+def test_random_bytes(shared, request, method):
+    daemon = request.getfixturevalue("daemon") if method.name == "Drain" else shared
     seed = f"{method.name} 4711"
     rng = random.Random(seed)
     blobs = [rng.randbytes(100_000) for _ in range(10)]

@@ -15,7 +15,6 @@ import torch
 import kvtier
 from kvtier.client import Connection
 from kvtier.errors import LayoutError
-from kvtier.testing.daemon_process import DaemonProcess
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.engine import Engine
 from kvtier_engine.errors import InvalidRequest, RequestFailed
@@ -31,6 +30,7 @@ from tests.engine.engine_rig import (
     prompt_of,
     tiny_model,
 )
+from tests.forks import ForkedDaemon, Forker
 
 FP8, PLAIN = KvCacheDtype.FP8_E4M3, KvCacheDtype.AS_COMPUTED
 PROMPTS = [prompt_of(n, seed=n) for n in (3, 8, 9, 16, 17, 40, 100)]
@@ -118,6 +118,7 @@ def test_a_pool_of_the_same_bytes_has_room_for_nearly_twice_the_tokens(
 def test_a_hit_from_every_tier_gives_the_cold_text_and_bytes(
     models: dict[torch.dtype, LoadedModel],
     tmp_path: Path,
+    forker: Forker,
     dtype: torch.dtype,
     cache: KvCacheDtype,
 ) -> None:
@@ -131,7 +132,7 @@ def test_a_hit_from_every_tier_gives_the_cold_text_and_bytes(
     rows = prompt_bytes(engine)
     assert sum(map(len, rows)) == sum(len(prompt) // PAGE_TOKENS for prompt in PROMPTS)
     settings = (f"nvme.paths={tmp_path}/nvme", "nvme.bytes=64MiB")
-    with DaemonProcess(tmp_path, *settings) as daemon:
+    with ForkedDaemon(forker, tmp_path, *settings) as daemon:
         with kvtier.connect(daemon.url) as kv:
             with engine_on(model, kv, cache) as first:
                 assert tokens_of(one_by_one(first)) == tokens_of(cold)
@@ -173,8 +174,8 @@ def test_engines_that_keep_kv_another_way_never_share(
 
 
 @pytest.fixture
-def daemon_url(tmp_path: Path) -> Iterator[str]:
-    with DaemonProcess(tmp_path) as process:
+def daemon_url(tmp_path: Path, forker: Forker) -> Iterator[str]:
+    with ForkedDaemon(forker, tmp_path) as process:
         yield process.url
 
 

@@ -11,13 +11,13 @@ import pytest
 
 import kvtier
 from kvtier.client import Connection
-from kvtier.testing.daemon_process import DaemonProcess
 from kvtier.testing.held_stream import HeldStream
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.engine import Engine
 from kvtier_engine.model.llama import Llama
 from kvtier_engine.model.load import LoadedModel
 from tests.engine.engine_rig import answers, greedy, pool_of, prompt_of, tiny_model
+from tests.forks import ForkedDaemon, Forker
 
 REQUEST = greedy(prompt_of(100, seed=100), 10)
 
@@ -46,7 +46,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_layers_are_computed_as_they_arrive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, forker: Forker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first layer is computed while the copy of the second one has not been made."""
     kvtier.warm_up()
@@ -59,7 +59,7 @@ def test_layers_are_computed_as_they_arrive(
         return attention(self, number, *rest)
 
     monkeypatch.setattr(Llama, "_attention", seen)
-    with DaemonProcess(tmp_path) as daemon, kvtier.connect(daemon.url) as kv:
+    with ForkedDaemon(forker, tmp_path) as daemon, kvtier.connect(daemon.url) as kv:
         with engine_on(model, kv) as engine:
             (cold,) = answers(engine, [REQUEST])
         stream = HeldStream()

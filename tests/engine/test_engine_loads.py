@@ -11,11 +11,11 @@ import pytest
 import kvtier
 from kvtier.client import Connection
 from kvtier.client.device import DevicePool, LayeredLoad, LoadResult, PoolNameTaken
-from kvtier.testing.daemon_process import DaemonProcess
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.engine import Engine
 from kvtier_engine.model.load import LoadedModel
 from tests.engine.engine_rig import answers, greedy, pool_of, prompt_of, tiny_model
+from tests.forks import ForkedDaemon, Forker
 
 REQUEST = greedy(prompt_of(40, seed=40), 4)
 
@@ -26,9 +26,9 @@ def model() -> LoadedModel:
 
 
 @pytest.fixture
-def kv(tmp_path: Path) -> Iterator[Connection]:
+def kv(tmp_path: Path, forker: Forker) -> Iterator[Connection]:
     kvtier.warm_up()
-    with DaemonProcess(tmp_path) as daemon, kvtier.connect(daemon.url) as connection:
+    with ForkedDaemon(forker, tmp_path) as daemon, kvtier.connect(daemon.url) as connection:
         yield connection
 
 

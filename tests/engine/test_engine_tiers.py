@@ -35,6 +35,7 @@ from tests.engine.engine_rig import (
     prompt_of,
     tiny_model,
 )
+from tests.forks import ForkedDaemon, Forker
 
 PROMPTS = [prompt_of(n, seed=n) for n in (3, 8, 9, 16, 17, 40, 100)]
 REQUESTS = [greedy(prompt, 10) for prompt in PROMPTS]
@@ -59,8 +60,9 @@ def cold(model: LoadedModel) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path, f"nvme.paths={tmp_path}/nvme", "nvme.bytes=64MiB") as process:
+def daemon(tmp_path: Path, forker: Forker) -> Iterator[DaemonProcess]:
+    settings = (f"nvme.paths={tmp_path}/nvme", "nvme.bytes=64MiB")
+    with ForkedDaemon(forker, tmp_path, *settings) as process:
         yield process
 
 
@@ -138,10 +140,10 @@ def test_after_a_crash_it_is_found_on_nvme(
 
 
 def test_a_damaged_page_alone_is_computed_again(
-    model: LoadedModel, cold: list[tuple[int, ...]], tmp_path: Path
+    model: LoadedModel, cold: list[tuple[int, ...]], tmp_path: Path, forker: Forker
 ) -> None:
     # Without an NVMe tier, which would have a good copy.
-    with DaemonProcess(tmp_path) as daemon, kvtier.connect(daemon.url) as kv:
+    with ForkedDaemon(forker, tmp_path) as daemon, kvtier.connect(daemon.url) as kv:
         with engine_on(model, kv) as engine:
             told(engine)
             namespace = kv.namespace(engine.pool.layout)
