@@ -30,6 +30,7 @@ def measured(trace: str, sizes: str, *options: str) -> dict[tuple[str, str], flo
         capture_output=True,
         text=True,
     )
+    sys.stdout.write(done.stdout)
     rows = [line.split() for line in done.stdout.splitlines() if "tok " in line]
     return {(row[0], row[1]): float(row[2]) for row in rows}
 

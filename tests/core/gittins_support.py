@@ -12,8 +12,16 @@ config = pytest.importorskip("numba", reason="numba is not installed").config
 
 _was_off = config.DISABLE_JIT
 config.DISABLE_JIT = True
-from kvtier.core.policy.gittins import buckets, forecast, index, layout, policy  # noqa: E402
+from kvtier.core.policy.gittins import (  # noqa: E402
+    buckets,
+    forecast,
+    index,
+    layout,
+    pages,
+    policy,
+    segments,
+)
 
 config.DISABLE_JIT = _was_off
 
-__all__ = ["buckets", "forecast", "index", "layout", "policy"]
+__all__ = ["buckets", "forecast", "index", "layout", "pages", "policy", "segments"]

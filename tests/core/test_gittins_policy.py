@@ -14,7 +14,7 @@ from kvtier.core.policy.lru import Clock
 from kvtier.core.store import Store
 from kvtier.core.table import NO_ROW, CopyTable
 from tests.core.gittins_support import forecast as forecasts
-from tests.core.gittins_support import layout, policy
+from tests.core.gittins_support import layout, pages, policy, segments
 from tests.core.support import NS, keys, make_store, present, put
 from tests.seeds import seeds
 
@@ -183,6 +183,31 @@ def test_requests_of_one_page_are_bounded_too(requests_max: int) -> None:
     assert count[layout.NEXT] == requests_max + 90
     assert count[layout.NEXT] - count[layout.OLDEST] <= requests_max
     assert len(_drain(tier)) == 4
+
+
+@pytest.mark.parametrize("requests", [3, 64])
+def test_what_is_worth_least_goes(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where few requests have pages each is looked at, with the pool, and none twice for that."""
+    tier = Tier(requests, seed=2)
+    for n in range(requests):
+        tier.serve([n + 1])
+    tries: list[int] = []
+    draw = pages.draw
+    monkeypatch.setattr(pages, "draw", lambda *given: tries.append(given[-1]) or draw(*given))
+    state = tier.policy.forecast.arrays
+    for left in range(requests, max(0, requests - 20), -1):
+        live = state.row_list[: state.counts[layout.ROW_LIVE]]
+        ages = state.level[layout.NOW] - state.time[live]
+        worth = {
+            slot: segments.worth(state.slot, state.curve, age, slot, 0)
+            for slot, age in zip(live.tolist(), ages.tolist(), strict=True)
+        }
+        row = tier.policy.evict(lambda _: True)
+        (gone,) = set(worth) - set(state.row_list[: state.counts[layout.ROW_LIVE]].tolist())
+        assert worth[gone] == min(worth.values())
+        assert tries == list(range(-layout.POOL, left))
+        tries.clear()
+        tier.gone(row)
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(5, marks=pytest.mark.soak)])

@@ -266,7 +266,7 @@ def pick(state: State, pages: Pages, spared: int) -> int:
     best, best_score = NONE, 1e300
     second, second_score = NONE, 1e300
     tried = -POOL
-    while tried < SAMPLES:
+    while tried < min(SAMPLES, count[ROW_LIVE]):
         n = count[ROW_LIVE]
         slot = draw(count, pool, listed, n, tried)
         tried += 1

@@ -85,7 +85,7 @@ def draw(
     tried: int,
 ) -> int:
     """The slot to look at in a try, -POOL being the first and SAMPLES - 1 the last: the pool, then
-    the list of length `n`, whole where it is short; NONE: there is none for this one.
+    the list of length `n`, whole where it is short: then there are `n` tries and no more.
 
     `count`: the counts of a State; `pool` and `listed`: one list's.
     """
@@ -94,5 +94,5 @@ def draw(
     elif n > SAMPLES:
         slot = listed[random_below(count, n)]
     else:
-        slot = listed[tried] if tried < n else NONE
+        slot = listed[tried]
     return slot

@@ -69,7 +69,7 @@ def _worst(state: State) -> int:
     best, best_score = NONE, 1e300
     second, second_score = NONE, 1e300
     tried = -POOL
-    while tried < SAMPLES:
+    while tried < min(SAMPLES, count[SHADOW_LIVE]):
         n = count[SHADOW_LIVE]
         slot = draw(count, pool, listed, n, tried)
         tried += 1
