@@ -43,8 +43,7 @@ $(STAMP): pyproject.toml constraints.txt tests/sglang/requirements-nodeps.txt
 	@echo "compiling what runs compiled (once) ..."
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only > /dev/null 2>&1 & \
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import kvtier; kvtier.warm_up(); \
-	from kvtier.bench import caches; caches.without_numba() or \
-	[__import__(f"kvtier.bench.{kind}_kernels") for kind in ("cache", "lru", "use")]' && wait
+	from kvtier.bench.caches import warm_up; warm_up()' && wait
 	@touch $@
 
 demo: $(STAMP) ## one chat over four engines and two crashes, with a real daemon and a real model

@@ -4,6 +4,7 @@ and it can: both kinds have the same outcome. Any thread.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from kvtier.bench.cache import Cache
 from kvtier.packing.optional_code import load_optional
 
-__all__ = ["NUMBA_REMEDY", "make_cache", "without_numba"]
+__all__ = ["NUMBA_REMEDY", "make_cache", "warm_up", "without_numba"]
 
 NUMBA_REMEDY: Final = "pip install 'kvtier[bench]', and leave NUMBA_DISABLE_JIT unset"
 
@@ -24,6 +25,14 @@ def without_numba() -> str | None:
     except ImportError as error:
         return str(error)
     return None
+
+
+def warm_up() -> None:
+    """Compiles the bench's loops now, for every process that comes later; they are compiled when
+    they are first needed otherwise. Does nothing where numba cannot be used."""
+    with suppress(ImportError):  # whoever needs them does without, or says why it cannot
+        for kind in ("cache", "lru", "use"):
+            load_optional(f"kvtier.bench.{kind}_kernels")
 
 
 def make_cache(

@@ -81,6 +81,7 @@ EVENTS: dict[str, str] = {
     "nvme.device_offline": "A device failed and is left alone for a while; its pages are misses.",
     "nvme.device_online": "A device that was offline answers again; it begins empty.",
     "nvme.device_named_again": "The file `device` of a device was gone: it is written again.",
+    "nvme.device_not_noted": "A device took no note of how far the daemon directory has got.",
     "nvme.io_error": "A read or write of a device failed.",
     "nvme.no_room": "No other segment can be made, for want of room or of rights.",
     "nvme.recovery": "What a start found amiss on NVMe; also in `kvtier status`.",
