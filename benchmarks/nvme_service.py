@@ -140,7 +140,7 @@ def measure_scrub(plan: Plan, url: str) -> Row:
     """p99 of a put while pages are verified over p99 without, in turn. The p99 are of the puts of
     all rounds: those of one round, of a few hundred puts, are what low and high come from.
     """
-    count = plan.sized(200, 10)
+    count = plan.sized(600, 10)
     quiet: list[list[float]] = []
     busy: list[list[float]] = []
     with (
