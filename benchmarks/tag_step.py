@@ -10,8 +10,9 @@ threads are torch's (OMP_NUM_THREADS): with fewer of them a step is longer, and 
 share of it.
 
 * `tags/share`: the check alone, of the very tables of the step, over the median step without it
-* `tags/throughput`: by how much a step with the check takes longer; low and high are the 95 % bound
-  of the mean of the pairs (Student's t), and the value is its upper end: what it costs at most
+* `tags/throughput`: by how much a step with the check takes longer: the median of the pairs, for
+  the mean of quotients is above one by the noise alone. Low and high are its 95 % bound (the ranks
+  of the sign test), and the value is its upper end: what it costs at most
 * `tags/p95`: the same of the 95th percentile of the steps; the bound is by resampling pairs
 * `tags/noop`: the no-op tracker over the median step
 """
@@ -39,12 +40,6 @@ from kvtier_engine.smollm2 import ensure_model
 BATCH, PROMPT_TOKENS = 8, 96
 #: Pairs of steps that one engine makes, and before them those that are not counted.
 STRETCH, WARM = 150, 4
-#: Of Student's t for 95 % on both sides, by degrees of freedom: one less than pairs.
-_T_95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
-    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
-    2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 _RESAMPLED = 2000
 
 
@@ -94,13 +89,19 @@ def percentile_95(values: Sequence[float]) -> float:
 
 
 def longer(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """By how many per cent the first of each pair is longer: mean, and its 95 % bound."""
-    parts = [100 * (ours / theirs - 1) for ours, theirs in pairs]
-    # With more pairs it is hardly less, and a bound that is too wide promises nothing false.
-    t = _T_95[min(len(parts) - 1, len(_T_95)) - 1]
-    mean = statistics.fmean(parts)
-    half = t * statistics.stdev(parts) / math.sqrt(len(parts))
-    return mean, mean - half, mean + half
+    """By how many per cent the first of each pair is longer: the median, and its 95 % bound. Of
+    fewer than six pairs there is none, and all of them are what it is within."""
+    parts = sorted(100 * (ours / theirs - 1) for ours, theirs in pairs)
+    outside = outside_the_bound(len(parts))
+    return statistics.median(parts), parts[outside], parts[-1 - outside]
+
+
+def outside_the_bound(count: int) -> int:
+    """How many of so many values may lie on each side of a bound that holds the median at 95 %."""
+    below, outside = 1, 0
+    while (below := below + math.comb(count, outside + 1)) <= 2**count // 40:
+        outside += 1
+    return outside
 
 
 def later(pairs: Sequence[tuple[float, float]], seed: int) -> tuple[float, float, float]:

@@ -65,15 +65,17 @@ class Stepper:
         self.scheduler = Scheduler(pool, tiers, settings.running_requests_max)
         self.radix = self.scheduler.radix
         self._runner = ModelRunner(network, pool, attention_for(pool, network.dtype))
-        self._tracker: Tracker
+        self._trackers: dict[Integrity, Tracker] = {
+            Integrity.TAGS: TagTracker(pool),
+            Integrity.OFF: NoopTracker(),
+        }
         self.set_integrity(settings.integrity)
         self.jobs: dict[int, Job] = {}
         self.counts: Counter[str] = Counter()
 
     def set_integrity(self, integrity: Integrity) -> None:
         """What the steps from now on check."""
-        tags = integrity is Integrity.TAGS
-        self._tracker = TagTracker(self._pool) if tags else NoopTracker()
+        self._tracker = self._trackers[integrity]
 
     def take(self, job: Job) -> None:
         """A request joins the queue."""

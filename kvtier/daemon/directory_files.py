@@ -101,6 +101,10 @@ class DirectoryFiles:
     async def create_journal(self, number: int) -> JournalFile:
         def prepare() -> tuple[tuple[int, int], ...]:
             self._keep()
+            try:
+                self._note.drop(number)
+            except OSError as error:
+                raise unwritable(self._note.path, error) from error
             remove_unused(self._directory, number)
             # A start may have read what was written and not synced, and goes on from it.
             for path in journal_paths(self._directory).values():

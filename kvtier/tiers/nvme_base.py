@@ -136,7 +136,8 @@ def choose(directory: Path, directory_id: bytes, present: Collection[int] | None
     known = [found.number for found in (*bad, newest, *([file] if file else []))]
     is_used = bool(journals.paths or bad or journals.lengths.of)
     waits = _waits(file) if file is not None else {}
-    newest_number = max([0, *journals.paths, *known])
+    # What is noted counts as well: devices may have noted a journal that is gone.
+    newest_number = max([0, *journals.paths, *known, lengths.newest])
     why = _why_lost(file, journals, is_used=is_used)
     return Chosen(
         base=choice.base,
@@ -146,7 +147,7 @@ def choose(directory: Path, directory_id: bytes, present: Collection[int] | None
         journals=journals.read(journals.since(file)) if file is not None and not why else (),
         lengths=journals.lengths,
         next_number=newest_number + 1,
-        newest=max(newest_number, lengths.newest),
+        newest=newest_number,
         waits={device: pages for device, pages in waits.items() if device not in choice.lost},
         last_generation=newest.snapshot.last_generation if newest.snapshot is not None else 0,
         forgotten=tuple(

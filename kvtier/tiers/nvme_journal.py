@@ -159,8 +159,11 @@ class Journal:
         return journal
 
     async def _undo(self) -> None:
+        """It was never there. Where that cannot be noted it stays, with nothing in it."""
         await self.close()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, DirectoryError):
+            if self._note is not None:
+                await asyncio.to_thread(self._note.drop, self.number)
             self.path.unlink()
 
     @property

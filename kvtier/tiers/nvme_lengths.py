@@ -119,8 +119,13 @@ class LengthNote:
         """Durably notes a new journal, which is the newest now. Raises OSError, DirectoryError."""
         with self._lock:
             kept = sorted(self._below(number).items())[1 - _COUNT_MAX :]
-            self._of = dict(kept) | {number: nbytes}
-            self._write(sync=True)
+            self._write(dict(kept) | {number: nbytes}, sync=True)
+
+    def drop(self, number: int) -> None:
+        """Durably forgets this journal and whatever came after it, which are to be removed: a
+        start would miss them. Raises OSError, DirectoryError; they have to stay then."""
+        with self._lock:
+            self._write(self._below(number), sync=True)
 
     def note(self, number: int, nbytes: int) -> None:
         """The first `nbytes` of the journal are durable now. Where that cannot be noted (there is
@@ -131,7 +136,7 @@ class LengthNote:
             if self._of.get(number, nbytes) < nbytes:
                 self._of[number] = nbytes
                 with suppress(OSError):
-                    self._write(sync=False)
+                    self._write(self._of, sync=False)
 
     def keep(self) -> None:
         """Writes the file again if somebody took it away or cut it. Raises OSError."""
@@ -143,7 +148,7 @@ class LengthNote:
                     return
             except FileNotFoundError:
                 pass
-            self._write(sync=True)
+            self._write(self._of, sync=True)
 
     def _below(self, number: int) -> dict[int, int]:
         """Higher ones are of a life before, whose files were all taken away."""
@@ -151,9 +156,10 @@ class LengthNote:
             self._of = read_lengths(self.path.parent, self._directory_id).of
         return {known: length for known, length in self._of.items() if known < number}
 
-    def _write(self, *, sync: bool) -> None:
-        assert self._of is not None
-        items = sorted(self._of.items())
+    def _write(self, of: dict[int, int], *, sync: bool) -> None:
+        """What is known from then on; where it fails what was known before is, and the file may
+        say either."""
+        items = sorted(of.items())
         assert len(items) <= _COUNT_MAX, items
         blob = _HEAD.pack(LENGTHS_MAGIC, _VERSION, len(items), self._directory_id)
         blob += b"".join(_ITEM.pack(*item) for item in items)
@@ -165,6 +171,7 @@ class LengthNote:
                 os.fsync(fd)
         finally:
             os.close(fd)
+        self._of = of
 
 
 def _sum(blob: bytes) -> int:

@@ -219,3 +219,34 @@ def test_what_devices_note_rises_and_a_full_loss_of_journals_goes_on_above_it(ma
     assert noted(daemon).journal > second.journal
     daemon.kill()
     assert finds(daemon.start(), connect, [0, 1]) == [HIT, MISS]
+
+
+def test_a_device_that_was_away_while_everything_was_given_up_comes_back(make_daemon, connect):
+    """What it noted is before the numbers that journals got since: the directory goes on from those
+    of before, also where no journal of then is left."""
+    daemon = make_daemon("nvme.bytes=8MiB")
+    for _ in range(4):
+        daemon.start()
+        with connect(daemon) as kv:
+            puts(kv, range(4))
+        assert daemon.stop() == 0
+    before = noted(daemon).journal
+    without = make_daemon("nvme.paths=", "nvme.bytes=8MiB").start()
+    with connect(without) as kv:
+        ns = kv.namespace(PAGES.layout)
+        for first in range(0, 12_000, 500):
+            ns.delete(PAGES.keys(range(first, first + 500)))
+        assert any("given up" in warning for warning in kv.status().warnings)
+    without.kill()
+    assert not list(daemon.directory.glob("journal-*"))
+    new = daemon.base / "new"
+    other = make_daemon(f"nvme.paths={new}", "nvme.bytes=8MiB").start()
+    with connect(other) as kv:
+        puts(kv, range(100, 104))
+    assert other.stop() == 0
+    identity = read_identity(new)
+    assert identity is not None
+    assert identity.noted.journal > before
+    both = make_daemon(f"nvme.paths={new},{daemon.base / 'nv'}", "nvme.bytes=8MiB").start()
+    assert finds(both, connect, range(100, 104)) == [HIT] * 4
+    assert finds(both, connect, range(4)) == [MISS] * 4
