@@ -1,5 +1,5 @@
-"""Devices note how far the daemon directory has got: one that hangs, or takes no note, costs no other
-device its own, and no start more than some seconds.
+"""Devices note how far the daemon directory has got: one that hangs, or takes no note, costs no
+other device its own, and no start more than some seconds.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ async def test_the_log_hears_once_of_a_device_that_takes_no_note(base, caplog):
 
 
 @on_loop
-async def test_a_boot_without_the_tier_asks_all_devices_at_once(base):
+async def test_a_start_without_the_tier_asks_all_devices_at_once(base):
     """Each may take its time: one after the other they could take half a minute."""
     paths = [base / name for name in ("a", "b", "c")]
     named = f"nvme.paths={','.join(map(str, paths))}"
