@@ -140,7 +140,7 @@ async def test_a_start_without_the_tier_asks_all_devices_at_once(base):
 
     def look(path: Path):
         asked.append(path)
-        together.wait(10)
+        together.wait(1.5)  # less than what one is waited for
         return read_identity(path)
 
     with mock.patch.object(nvme_absent, "read_identity", look):
