@@ -18,6 +18,11 @@ from tests.workers import pytest_testnodeready
 
 __all__ = ["leak_audit", "pytest_testnodeready"]
 
+# Asserts of these show values too. Here, before anybody can have loaded them.
+pytest.register_assert_rewrite(
+    "damage_rig", "fault_rig", "tests.faults.fault_rig", "tests.faults.kinds_rig"
+)
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from functools import partial
 
 from kvtier.core.store import Store
@@ -34,16 +35,26 @@ _NOTE_S = 2.0
 
 
 class DeviceNotes:
+    """`retry_s`: so long a device that refused a note is left alone."""
+
     def __init__(
-        self, devices: Devices, durability: Durability, store: Store, registry: Registry
+        self,
+        devices: Devices,
+        durability: Durability,
+        store: Store,
+        registry: Registry,
+        *,
+        retry_s: float,
     ) -> None:
         self._devices = devices
         self._durability = durability
         self._store = store
         self._registry = registry
+        self._retry_s = retry_s
         #: What each device has noted in this boot: journal, and number of a namespace.
         self._done: dict[int, tuple[int, int]] = {}
-        self._refused: set[int] = set()  # those that the log has heard of
+        #: Those that refused, of which the log has heard, and when they are asked again.
+        self._refused: dict[int, float] = {}
         self._pools = {
             number: IoPool(threads=1, name=f"kvtier-note{number}", queue_max=1)
             for number in devices.health
@@ -54,35 +65,44 @@ class DeviceNotes:
         for pool in self._pools.values():
             pool.close(0)
 
-    async def note(self) -> None:
-        """Does nothing where all is noted. What fails here is found out, and told, by others."""
+    async def note(self, *, is_last: bool = False) -> None:
+        """Does nothing where all is noted. What fails here is found out, and told, by others.
+        `is_last`: those that refused are asked once more, for there is no later."""
         noted = Noted(
             journal=self._durability.number,
             generation=self._store.snapshots.last_generation,
             names=self._registry.last_number,
         )
-        news = noted.journal, noted.names
+        if not noted.journal:
+            return
+        news, now = (noted.journal, noted.names), time.monotonic()
         async with asyncio.TaskGroup() as group:
             for number, health in self._devices.health.items():
                 is_able = health.online and not health.read_only
-                if noted.journal and is_able and self._done.get(number) != news:
+                is_due = is_last or now >= self._refused.get(number, 0.0)
+                hangs = self._pools[number].longest_s(now) >= _NOTE_S
+                if is_able and is_due and not hangs and self._done.get(number) != news:
                     group.create_task(self._note(health, noted))
 
     async def _note(self, health: DeviceHealth, noted: Noted) -> None:
         number = health.device.number
         try:
             job = self._pools[number].submit(IoClass.DEMOTE, partial(_write, health, noted))
-            await job.wait(_NOTE_S)
+            try:
+                async with asyncio.timeout(_NOTE_S):  # also of waiting for one that may hang
+                    await job.wait(None)
+            finally:
+                job.cancel()  # one that has not begun never does: the next has more to note
         except (Busy, TimeoutError):
             return  # next time
         except TierIOError as error:
             if number not in self._refused:
-                self._refused.add(number)
                 extra = {"path": str(health.device.path), "reason": str(error)}
                 log.warning("nvme.device_not_noted", extra=extra)
+            self._refused[number] = time.monotonic() + self._retry_s
             return
         self._done[number] = noted.journal, noted.names
-        self._refused.discard(number)
+        self._refused.pop(number, None)
 
 
 def _write(health: DeviceHealth, noted: Noted) -> None:

@@ -88,7 +88,9 @@ class NvmeService:
             journal_bytes_max=journal_bytes_max(config.bytes),
         )
         self.devices = Devices(parts.tier, store, self.durability, parts.plan, config)
-        self._notes = DeviceNotes(self.devices, self.durability, store, registry)
+        self._notes = DeviceNotes(
+            self.devices, self.durability, store, registry, retry_s=config.retry_s
+        )
         self.mover = Mover(store, arena, self.devices, codec=_CODECS[config.codec])
         self.tiering = Tiering(
             store,
@@ -171,7 +173,7 @@ class NvmeService:
         await self._within(_END_MOVES_S, self.tiering.close())
         await self._within(_END_SYNC_S, self.devices.sync())
         await self._within(_END_CHECKPOINT_S, self.durability.checkpoint())
-        await self._within(_END_SYNC_S, self._notes.note())
+        await self._within(_END_SYNC_S, self._notes.note(is_last=True))
         return lost
 
     async def close(self) -> None:
@@ -329,6 +331,7 @@ class NvmeService:
                 slab_number(device.number, local)
                 for device in tier.devices
                 for local in device.unreadable_segments
+                if local < self.parts.plan.segments_per_device
             ],
             threads=self.parts.config.io_threads,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from kvtier.daemon.state import DaemonDirectory
 from kvtier.errors import DirectoryError
 from kvtier.tiers.io_pool import IoClass, IoPool
 from kvtier.tiers.nvme_base import files_left, without_geometry
-from kvtier.tiers.nvme_directory import read_identity
+from kvtier.tiers.nvme_directory import DeviceIdentity, read_identity
 from kvtier.tiers.nvme_frames import Delete
 from kvtier.tiers.nvme_geometry import GEOMETRY_FILE, Geometry, journal_bytes_max, load_geometry
 from kvtier.tiers.nvme_lengths import read_lengths
@@ -38,10 +39,13 @@ log = logging.getLogger(__name__)
 
 #: What a device may take to say what it knows.
 _LOOK_S = 2.0
+#: What an entry of the journal takes that says how far the registry is.
+_KNOWN_BYTES = 128
 
 
 class KeptDeletes(Durability):
-    """Journals deletes, and gives the pages up when that takes more than `kept_bytes_max`."""
+    """Journals deletes, and gives the pages up when the journals, with all that is written into
+    them over any number of boots, take more than `kept_bytes_max`."""
 
     def __init__(
         self,
@@ -74,14 +78,26 @@ class KeptDeletes(Durability):
             )
         return super().problem
 
+    async def begin(self, number: int, *, has_base: bool, can_checkpoint: bool = True) -> None:
+        await super().begin(number, has_base=has_base, can_checkpoint=can_checkpoint)
+        await self._make_room(0)  # each boot leaves a journal
+
     async def journal(self, deletes: Sequence[Delete | None]) -> None:
-        nbytes = sum(len(delete.keys) for delete in deletes if delete is not None)
+        await self._make_room(sum(len(delete.keys) for delete in deletes if delete is not None))
+        if not self._is_over:
+            await super().journal(deletes)
+
+    async def know(self, names: int) -> None:
+        with suppress(DirectoryError):  # the next one tries again; nothing is written before that
+            await self._make_room(_KNOWN_BYTES)
+            await super().know(names)
+
+    async def _make_room(self, nbytes: int) -> None:
+        """Gives the pages up where so much more is too much. Raises DirectoryError."""
         if self._is_too_much(nbytes):
             async with self._giving_up:
                 if self._is_too_much(nbytes):
                     await self._give_up()
-        if not self._is_over:
-            await super().journal(deletes)
 
     def _is_too_much(self, nbytes: int) -> bool:
         kept_bytes = self.journal_bytes + self._older_bytes
@@ -132,19 +148,24 @@ async def keep_deletes(
 
 async def _noted(geometry: Geometry) -> dict[Path, Noted]:
     """What those of the devices know that can be read, of which none is used in this boot."""
-    found = {}
-    for number, path in geometry.devices:
-        pool = IoPool(threads=1, name=f"kvtier-look{number}", queue_max=1)
-        try:
-            look = pool.submit(IoClass.GET, partial(read_identity, path))
-            identity = await look.wait(_LOOK_S)
-        except (DirectoryError, OSError, TimeoutError):
-            continue  # a boot without it is for this too
-        finally:
-            pool.close(0)
-        if identity is not None and identity.directory_id == geometry.directory_id:
-            found[path] = identity.noted
-    return found
+    devices = list(geometry.devices)
+    looks = await asyncio.gather(*(_identity(number, path) for number, path in devices))
+    return {
+        path: identity.noted
+        for (_, path), identity in zip(devices, looks, strict=True)
+        if identity is not None and identity.directory_id == geometry.directory_id
+    }
+
+
+async def _identity(number: int, path: Path) -> DeviceIdentity | None:
+    """None where it cannot be read: a boot without the device is for this too."""
+    pool = IoPool(threads=1, name=f"kvtier-look{number}", queue_max=1)
+    try:
+        return await pool.submit(IoClass.GET, partial(read_identity, path)).wait(_LOOK_S)
+    except (DirectoryError, OSError, TimeoutError):
+        return None
+    finally:
+        pool.close(0)
 
 
 def _recovered(

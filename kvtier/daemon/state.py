@@ -27,6 +27,7 @@ from typing import Any
 import msgpack
 
 from kvtier.errors import DirectoryError
+from kvtier.tiers.nvme_state import sync_directory
 from kvtier.tiers.plain_file import known_remedy, open_plain
 from kvtier.tiers.sealed_file import (
     DISCARD,
@@ -150,6 +151,9 @@ class DaemonDirectory:
         """Checks every file, or makes them in a new directory."""
         if not read_only:
             self._remove_leftovers()
+            # A process that was killed may have put a file in its place and not made that last:
+            # what goes on from here must not be on disk before it.
+            sync_directory(self.path)
         before = {name: signature_of(self.path / name) for name in _KINDS}
         version = self._read(_FORMAT)
         generations = self._read(_GENERATIONS)

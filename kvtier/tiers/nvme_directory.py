@@ -84,7 +84,10 @@ class DeviceDirectory:
         noted before stands."""
         self.check_present()
         with self._naming:
-            self._write_identity(replace(self._identity, noted=noted), is_there=self._is_named())
+            is_there = self._is_named()
+            # That may have hung: the directory can be closed by now, and be another daemon's.
+            self.check_present()
+            self._write_identity(replace(self._identity, noted=noted), is_there=is_there)
 
     def check_present(self) -> None:
         """Raises OSError (ENOENT) when the path leads to another directory, or nowhere."""

@@ -127,6 +127,24 @@ def test_the_remedy_for_a_file_that_cannot_be_read(
     assert (str(path / name) in caught.value.remedy) == (number != errno.EIO)
 
 
+def test_an_open_makes_last_what_a_killed_process_has_only_put_in_its_place(path, monkeypatch):
+    """Before anything is written that goes on from it."""
+    open_directory(path).close()
+    synced, fsync = [], os.fsync
+
+    def note(fd: int) -> None:
+        synced.append(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with open_directory(path) as directory:
+        assert synced == [path.stat().st_ino]
+        synced.clear()
+    with open_directory(path, read_only=True):
+        assert synced == [], "a look changes nothing"
+    assert directory.path == path
+
+
 def test_what_lies_in_the_way_of_a_new_version_is_replaced(tmp_path):
     os.mkfifo(tmp_path / "f.tmp")
     write_sealed(tmp_path / "f", b"kind", b"payload")

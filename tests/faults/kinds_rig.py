@@ -211,7 +211,7 @@ async def running(base: Path, *settings: str) -> AsyncIterator[Running]:
         "nvme.retry_s": "0.05",
     } | dict(setting.split("=", 1) for setting in settings)
     effective = load(environ={}, overrides=[f"{name}={value}" for name, value in values.items()])
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = {"disk": FaultyDisk(None)}  # without nvme.paths there is none
     preparing = run.prepare
 
     def prepare(*args: Any, **options: Any) -> Any:

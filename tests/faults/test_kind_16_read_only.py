@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fault_rig import GetCode, Pages, warnings_of
+from fault_rig import GetCode, Pages, until, warnings_of
 
 from kvtier.cli import main
+from kvtier.tiers.nvme_directory import read_identity
+from kvtier.tiers.nvme_journal import journal_paths
 
 HIT, MISS = GetCode.HIT, GetCode.MISS
 PAGES = Pages(16 << 10)
@@ -40,6 +42,12 @@ def small(base: Path) -> Iterator[Callable[[str], Path]]:
 
     yield remount
     subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def noted_journal(device: Path) -> int:
+    identity = read_identity(device)
+    assert identity is not None
+    return identity.noted.journal
 
 
 def namespace(connect, daemon):
@@ -105,8 +113,12 @@ def test_a_device_that_can_be_written_again_is_used_again(make_daemon, connect, 
     ns = kv.namespace(PAGES.layout)
     put = ns.put([PAGES.key(90)], [PAGES.page(90)], durable="nvme")
     assert (put.stored, put.durable) == (1, 0)
+    newest = max(journal_paths(daemon.directory))
+    assert noted_journal(n0) < newest, "nothing can be noted there"
+    assert "nvme.device_not_noted" not in daemon.log, "what is known is not said again"
     small("rw")
     daemon.wait_logged("nvme.device_writable")
+    assert until(lambda: noted_journal(n0) >= newest)
     PAGES.put(ns, range(91, 99))
     assert PAGES.get(ns, NUMBERS) == [HIT] * len(NUMBERS)
     assert "read-only" not in warnings_of(kv)

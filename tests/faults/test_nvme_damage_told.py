@@ -3,13 +3,19 @@ cannot work: place, amount, remedy."""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from fault_rig import GetCode, Pages, flip_bit, metrics, records, refused, segments, warnings_of
 
 from kvtier.cli import main
 from kvtier.config.load import load
+from kvtier.tiers.direct_file import FileCalls
+from tests.faults.kinds_rig import keys_of, on_loop, pages_of, running
 
 HIT, MISS = GetCode.HIT, GetCode.MISS
 PAGES = Pages(16 << 10)
@@ -57,6 +63,31 @@ def test_corrupt_pages_are_told_with_their_place(make_daemon, connect):
         )
     assert main(["quarantine", "clear", "--url", daemon.url]) == 0
     assert "quarantine" not in warnings_of(kv)
+
+
+@on_loop
+async def test_nothing_is_promised_of_an_unreadable_segment_that_nvme_bytes_has_no_room_for(base):
+    """Its file goes, with what was there."""
+    keys, size = keys_of(range(60)), 240 << 10
+    async with running(base, "nvme.bytes=32MiB") as daemon:
+        ns = await daemon.namespace(size)
+        for at in range(0, len(keys), 6):
+            some = keys[at : at + 6]
+            (await ns.put(some, pages_of(some, size), durable="nvme")).raise_for_refused()
+        await daemon.node.durability.checkpoint()
+    last, opened = segments(base / "disk")[-1], FileCalls.open
+
+    def refuse(calls: FileCalls, path: Path, flags: int) -> int:
+        if path == last:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(calls, path, flags)
+
+    with mock.patch.object(FileCalls, "open", refuse):
+        async with running(base, "nvme.bytes=8MiB") as daemon:
+            assert not last.exists()
+            assert daemon.node.durability.waits == {}
+            said = "\n".join((await daemon.kv.status()).warnings)
+            assert "cannot be read now" not in said
 
 
 def test_a_device_that_was_lost_is_remembered(make_daemon, connect):

@@ -6,6 +6,8 @@ import contextlib
 import os
 import subprocess
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,6 +217,32 @@ def test_an_unreadable_identity_is_the_systems_error(path):
     (path / "device").mkdir()
     with pytest.raises(IsADirectoryError):
         open_directory(path, OURS)
+
+
+def test_a_note_that_hangs_past_the_end_writes_nothing(path, monkeypatch):
+    """The directory is that of the next daemon then."""
+    started, gate, read = threading.Event(), threading.Event(), read_identity
+
+    def hang(where):
+        found = read(where)
+        started.set()
+        assert gate.wait(20)
+        return found
+
+    directory = open_directory(path, OURS)
+    with ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr(nvme_directory, "read_identity", hang)
+            late = pool.submit(directory.note, NOTED)
+            assert started.wait(20)
+        directory.close()
+        newer = replace(NOTED, journal=NOTED.journal + 1)
+        with contextlib.closing(open_directory(path, OURS)) as following:
+            following.note(newer)
+            gate.set()
+            with pytest.raises(OSError, match="the device is closed"):
+                late.result(20)
+    assert read_identity(path).noted == newer
 
 
 def test_leftovers_go_and_strangers_stay(path):
