@@ -32,10 +32,9 @@ from kvtier.tiers.nvme_journal import (
     Known,
     journal_number,
     journal_paths,
-    remove_old,
-    remove_unused,
 )
 from kvtier.tiers.nvme_lengths import LengthNote
+from kvtier.tiers.nvme_old_files import remove_old, remove_unused
 from kvtier.tiers.nvme_snapshot import Snapshot
 from kvtier.tiers.nvme_state import padded, sync_directory, unwritable
 from kvtier.tiers.plain_file import opened_plain

@@ -39,7 +39,8 @@ from kvtier.tiers.nvme_geometry import (
     split_slab,
     whole_mib,
 )
-from kvtier.tiers.nvme_recovery import Recovered, RecoveryReport, recover, remove_old
+from kvtier.tiers.nvme_old_files import remove_old
+from kvtier.tiers.nvme_recovery import Recovered, RecoveryReport, recover
 from kvtier.tiers.nvme_segment import segment_name, segment_number
 from kvtier.transfer.mover import Mover
 

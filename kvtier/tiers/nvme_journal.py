@@ -70,16 +70,13 @@ __all__ = [
     "JournalContents",
     "Known",
     "Mark",
+    "journal_name",
     "journal_number",
     "journal_paths",
     "read_journal",
-    "remove_old",
-    "remove_unused",
 ]
 
 _NAME: Final = re.compile(r"journal-([0-9]{10}|[1-9][0-9]{10,18})")
-#: Files of a write that never ended, of the writers that rest while `remove_old` runs.
-_LEFTOVERS: Final = ("checkpoint.tmp", "geometry.tmp")
 
 
 @dataclass(slots=True)
@@ -136,7 +133,7 @@ class Journal:
         note: LengthNote | None,
         opening: Known | None,
     ) -> Journal:
-        path = directory / _name(number)
+        path = directory / journal_name(number)
         try:
             file = await aiofiles.open(path, "xb", buffering=0, opener=_open_appending)
         except OSError as error:
@@ -356,46 +353,12 @@ def journal_number(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def remove_old(directory: Path, keep_from: int) -> None:
-    """Deletes the journals with a number below `keep_from`, and what broken writes left behind.
-
-    Not while a checkpoint is written. Raises DirectoryError.
-    """
-    old = [path for number, path in journal_paths(directory).items() if number < keep_from]
-    for path in [*old, *(directory / name for name in _LEFTOVERS)]:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise unwritable(path, error) from error
-
-
-def remove_unused(directory: Path, number: int) -> None:
-    """Deletes the journal `number` if nothing happened in it: left by a `create` that failed
-    half-way and could not take it back. Raises DirectoryError."""
-    path = directory / _name(number)
-    try:
-        if path.stat().st_size <= JOURNAL_HEAD_BYTES or _has_opening_alone(path):
-            path.unlink()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise unwritable(path, error) from error
-
-
-def _has_opening_alone(path: Path) -> bool:
-    try:
-        found = read_journal(path)
-    except DirectoryError:
-        return False  # whatever it is, it stays
-    return not found.bad_frames and not [e for e in found.entries if not isinstance(e, Known)]
-
-
 def _open_appending(path: str, flags: int) -> int:
     """What was cut off leaves the file shorter for good: no write goes past a hole."""
     return open_private(path, flags | os.O_APPEND)
 
 
-def _name(number: int) -> str:
+def journal_name(number: int) -> str:
     return f"journal-{number:010d}"
 
 

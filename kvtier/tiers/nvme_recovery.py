@@ -37,7 +37,7 @@ from kvtier.errors import DirectoryError, TierIOError
 from kvtier.tiers.base import TierDevice
 from kvtier.tiers.nvme_base import Base, Chosen, choose
 from kvtier.tiers.nvme_geometry import split_slab
-from kvtier.tiers.nvme_journal import Delete, Drop, JournalContents, Known, Mark, remove_old
+from kvtier.tiers.nvme_journal import Delete, Drop, JournalContents, Known, Mark
 from kvtier.tiers.nvme_lengths import LENGTHS, JournalLengths
 from kvtier.tiers.nvme_noted import Evidence, Noted, refusal
 from kvtier.tiers.nvme_recovery_report import RecoveryReport
@@ -46,7 +46,7 @@ from kvtier.tiers.nvme_segment import segment_name
 from kvtier.tiers.nvme_snapshot import Pages, Snapshot
 from kvtier.tiers.nvme_survivors import Happenings, Place, Survivors, survivors
 
-__all__ = ["Base", "Recovered", "RecoveryReport", "recover", "remove_old"]
+__all__ = ["Base", "Recovered", "RecoveryReport", "recover"]
 
 #: Above every number of a directory.
 _ANY = 1 << 64

@@ -23,7 +23,8 @@ from kvtier.daemon import directory_files
 from kvtier.errors import DirectoryError
 from kvtier.tiers import nvme_checkpoint
 from kvtier.tiers.nvme_checkpoint import CHECKPOINT, CHECKPOINT_OLD
-from kvtier.tiers.nvme_journal import journal_paths, remove_old
+from kvtier.tiers.nvme_journal import journal_paths
+from kvtier.tiers.nvme_old_files import remove_old
 
 
 def test_what_was_taken_stays_amiss_until_it_has_been_made_good(

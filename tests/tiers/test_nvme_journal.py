@@ -27,8 +27,8 @@ from kvtier.tiers.nvme_journal import (
     Mark,
     journal_paths,
     read_journal,
-    remove_old,
 )
+from kvtier.tiers.nvme_old_files import remove_old
 
 ID = bytes(range(16))
 ENTRIES = (
